@@ -1,0 +1,40 @@
+"""peagle: train a P-EAGLE drafter for a causal LM and decode with it without changing one word of the answers.
+
+    target = peagle.load_target()
+    drafter = peagle.load_drafter(None, target)
+    for step in peagle.decode(target, prompt_ids, peagle.SamplingParams(), drafter=drafter, num_draft_tokens=4): ...
+
+The names below are imported on first use, so that `import peagle` (and with it `peagle --help`) does not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peagle.decoding.reference import decode
+    from peagle.drafter.checkpoint import load_drafter
+    from peagle.errors import PeagleError
+    from peagle.sampling_params import SamplingParams
+    from peagle.targets.load import load_target
+
+__version__ = "0.1.0"
+
+__all__ = ["PeagleError", "SamplingParams", "__version__", "decode", "load_drafter", "load_target"]
+
+_HOME_OF = {
+    "PeagleError": "peagle.errors",
+    "SamplingParams": "peagle.sampling_params",
+    "decode": "peagle.decoding.reference",
+    "load_drafter": "peagle.drafter.checkpoint",
+    "load_target": "peagle.targets.load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'peagle' has no attribute {name!r}; it exports {', '.join(__all__)}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

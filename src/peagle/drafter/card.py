@@ -1,0 +1,79 @@
+"""drafter_card.json: which target a drafter was made for, what it learned, and what it was measured at."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.config import from_mapping
+from peagle.errors import CheckpointError, ConfigError
+from peagle.tokenizer import chat_template_hash, tokenizer_hash
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+CARD_NAME = "drafter_card.json"
+AUX_CONVENTION = "the residual stream entering each layer, before its norm"
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """What makes a target the one a drafter was trained on."""
+
+    name: str
+    weights: str
+    """fingerprint of the weights, the same in every precision they are loaded in"""
+    tokenizer: str
+    chat_template: str
+
+    @classmethod
+    def of(cls, target: "HFTarget") -> "TargetIdentity":
+        tokenizer = target.tokenizer
+        return cls(target.name, target.fingerprint(), tokenizer_hash(tokenizer), chat_template_hash(tokenizer))
+
+
+@dataclass(frozen=True)
+class DrafterCard:
+    """Facts about a drafter that its weights cannot tell."""
+
+    target: TargetIdentity
+    method: str
+    num_draft_tokens: int
+    """most draft tokens it was trained for"""
+    max_length: int
+    """longest text it was trained on"""
+    aux_layer_ids: tuple[int, ...]
+    aux_convention: str = AUX_CONVENTION
+    data: dict[str, Any] = field(default_factory=dict)
+    acceptance: dict[str, Any] = field(default_factory=dict)
+    """by prompt set: acceptance length and per-position acceptance, with the settings they were measured at"""
+    training: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def read_card(directory: Path) -> DrafterCard | None:
+    """The card of a drafter directory; None where its makers left none."""
+    path = directory / CARD_NAME
+    if not path.exists():
+        return None
+    try:
+        return from_mapping(DrafterCard, json.loads(path.read_text()), str(path))
+    except (json.JSONDecodeError, ConfigError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", hint="remove the card to load the drafter without its checks"
+        ) from error
+
+
+def differences(card: DrafterCard, target: "HFTarget") -> list[str]:
+    """What of the target differs from the one the card names, as sentences; empty when it is the same."""
+    ours = TargetIdentity.of(target)
+    what = {
+        "weights": "its weights are not the ones the drafter was trained on",
+        "tokenizer": "its tokenizer is another one",
+        "chat_template": "its chat template is another one",
+    }
+    return [sentence for key, sentence in what.items() if getattr(card.target, key) != getattr(ours, key)]

@@ -1,0 +1,191 @@
+"""Drafter directories: config.json and model.safetensors as vLLM's P-EAGLE loader reads them, plus the card.
+
+Two sizes of the same thing are written. The full directory carries the embedding table, as vLLM needs it. The compact
+one leaves out tables that are the target's and keeps only the drafter's own mask row, as `mask_embedding`.
+
+Published directories of other makers are read too: `config_json.py` knows their keys, `_rename` their tensor names.
+"""
+
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peagle.drafter.card import CARD_NAME, DrafterCard, differences, read_card
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.config_json import read_config, write_config
+from peagle.drafter.model import Drafter
+from peagle.drafter.vocab import check_offsets
+from peagle.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+
+
+def save_drafter(
+    drafter: Drafter, directory: Path, card: DrafterCard, *, full: bool, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write a drafter directory, replacing an earlier one's three files; a failure leaves the earlier ones."""
+    tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    if drafter.config.parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
+        if full or drafter.config.embeddings == "own":
+            table = drafter.embedding_VD.detach().clone()
+            table[drafter.config.mask_token_id] = tensors.pop("mask_embedding").to(table.dtype)
+            tensors["embed_tokens.weight"] = table
+    tensors = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".saving-"))
+    try:
+        save_file(tensors, scratch / WEIGHTS_NAME, metadata={"format": "pt"})
+        (scratch / CONFIG_NAME).write_text(json.dumps(write_config(drafter.config, dtype), indent=2) + "\n")
+        (scratch / CARD_NAME).write_text(card.to_json())
+        for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME):
+            (scratch / name).replace(directory / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch: bool = False) -> Drafter:
+    """Load a drafter for `target`, in the target's precision and on its device, and tap the layers it reads.
+
+    None loads the drafter that ships for the target. A drafter whose card names other weights, another tokenizer or
+    another chat template is refused unless `allow_mismatch`.
+    """
+    directory = _directory(path, target)
+    card = read_card(directory)
+    if card is not None:
+        _check_card(card, target, directory, allow_mismatch)
+    tensors = {_rename(name): tensor for name, tensor in _read_tensors(directory / WEIGHTS_NAME).items()}
+    config = read_config(directory / CONFIG_NAME, tensors, target, card)
+    _check_fit(config, target, directory)
+    drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    _fill(drafter, tensors, target, directory)
+    target.tap(config.aux_layer_ids)
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def _directory(path: Path | str | None, target: "HFTarget") -> Path:
+    if path is None:
+        if target.shipped_drafter is None:
+            raise CheckpointError(
+                f"no drafter ships for target {target.name!r}",
+                hint="give one with --drafter, or train one with `peagle train`",
+            )
+        return target.shipped_drafter
+    directory = Path(path).expanduser()
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"no drafter at {directory}: {name} is missing" if directory.is_dir() else f"no directory {directory}",
+                hint=f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}",
+            )
+    return directory
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", hint="the file is corrupt or cut short; copy it again"
+        ) from error
+
+
+def _rename(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.")
+
+
+def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mismatch: bool) -> None:
+    found = differences(card, target)
+    if not found:
+        return
+    message = f"{directory} was trained for target {card.target.name!r}; of the given target, {target.name!r}, "
+    if not allow_mismatch:
+        raise CheckpointError(
+            message + "; ".join(found), hint="use the drafter's own target, or pass --allow-mismatch to try it anyway"
+        )
+    log.warning("%s", message + "; ".join(found))
+
+
+def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
+    """Refuse sizes that cannot work with the target, before any tensor is looked at."""
+    for name, ours, theirs in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise CheckpointError(
+                f"{directory / CONFIG_NAME}: {name} is {ours}, but target {target.name!r} has {theirs}",
+                hint="the drafter belongs to another target",
+            )
+    if max(config.aux_layer_ids) >= target.num_layers:
+        raise CheckpointError(
+            f"{directory / CONFIG_NAME}: the drafter reads layer {max(config.aux_layer_ids)}, "
+            f"but target {target.name!r} has only {target.num_layers}",
+            hint="the drafter belongs to another target",
+        )
+
+
+def _fill(drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", directory: Path) -> None:
+    """Copy `tensors` into the drafter; one that is missing, left over, misshapen or not finite is refused by name."""
+    path = directory / WEIGHTS_NAME
+    config = drafter.config
+    tensors = dict(tensors)
+    tensors.pop("t2d", None)
+    if config.parallel:
+        row = config.mask_token_id
+        table = tensors.get("embed_tokens.weight")
+        tensors.setdefault("mask_embedding", (target.embedding_VD.cpu() if table is None else table)[row].clone())
+        if "mask_hidden" in tensors:
+            tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    for table_name, is_shared in (("embed_tokens", config.embeddings == "shared"), ("lm_head", config.head == "shared")):
+        if is_shared:
+            tensors.pop(f"{table_name}.weight", None)
+    if config.draft_vocab_size == config.vocab_size:
+        tensors.pop("d2t", None)
+    wanted = drafter.state_dict()
+    for name in sorted(wanted.keys() - tensors.keys()):
+        raise CheckpointError(f"{path} lacks the tensor {name!r}", hint=_missing_hint(name))
+    for name in sorted(tensors.keys() - wanted.keys()):
+        raise CheckpointError(
+            f"{path} holds the tensor {name!r}, which {CONFIG_NAME} has no place for",
+            hint="a switch in config.json (fc_norm, norm_before_fc, attention_bias, num_hidden_layers) may be wrong",
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has shape {list(tensor.shape)}, but {CONFIG_NAME} asks for "
+                f"{list(wanted[name].shape)}"
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinite values", hint="train or copy it again")
+    if "d2t" in tensors:
+        try:
+            check_offsets(tensors["d2t"], config.vocab_size)
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
+    drafter.load_state_dict(tensors)
+
+
+def _missing_hint(name: str) -> str:
+    if name == "d2t":
+        return "a draft vocabulary smaller than the target's needs d2t, or its ids mean nothing"
+    if name == "mask_hidden":
+        return "parallel drafting needs the learned placeholder state"
+    return "the file is incomplete, or a switch in config.json is wrong"

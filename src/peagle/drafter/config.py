@@ -1,0 +1,92 @@
+"""What a drafter is made of. Plain data: no torch, no files (`checkpoint.py` maps it to and from vLLM's config.json)."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from peagle.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape and switches of one drafter; the same network drafts in parallel (P-EAGLE) or one by one (EAGLE-3)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """rows of the embedding: the target's vocabulary"""
+    draft_vocab_size: int
+    """rows of the head; smaller than `vocab_size` only with a `d2t` table"""
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...]
+    """target layers whose ENTERING residual stream is read, ascending"""
+    parallel: bool = True
+    """P-EAGLE (all draft tokens in one pass) or EAGLE-3 (one pass a token)"""
+    mask_token_id: int | None = None
+    """the token fed at depth > 0; needed when `parallel`"""
+    num_draft_tokens: int | None = None
+    """most draft tokens the drafter was trained for; None when its makers did not say"""
+    fc_norm: bool = False
+    """a norm for each aux state before `fc`"""
+    norm_before_fc: bool = False
+    """one norm over the concatenated aux states before `fc`"""
+    norm_before_residual: bool = False
+    """layer 0 carries the normed, not the raw, fused state as its residual"""
+    norm_output: bool = False
+    """EAGLE-3: the next step is fed the final-normed state, not the raw one"""
+    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    max_length: int = 8192
+    """positions the rotary embedding must cover"""
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    embeddings: Literal["shared", "own"] = "shared"
+    """shared: the target's table, except for a mask row of the drafter's own"""
+    head: Literal["shared", "own"] = "shared"
+
+    def __post_init__(self) -> None:
+        if tuple(sorted(set(self.aux_layer_ids))) != self.aux_layer_ids or not self.aux_layer_ids:
+            raise ConfigError(
+                f"aux_layer_ids must be distinct and ascending, got {list(self.aux_layer_ids)}",
+                hint="engines sort them and drop duplicates, so any other order would be served differently",
+            )
+        if self.parallel and self.mask_token_id is None:
+            raise ConfigError(
+                "a parallel drafter needs mask_token_id, the token fed to its placeholders",
+                hint="choose a vocabulary id that no text uses",
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(f"mask_token_id must be between 0 and {self.vocab_size - 1}, got {self.mask_token_id}")
+        if self.fc_norm and self.norm_before_fc:
+            raise ConfigError("fc_norm and norm_before_fc exclude each other", hint="keep one of the two")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.embeddings == "shared" and self.hidden_size != self.target_hidden_size:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, "
+                "so embeddings cannot be shared",
+                hint='set embeddings to "own"',
+            )
+
+    @property
+    def aux_size(self) -> int:
+        """Width of the concatenated aux states."""
+        return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @property
+    def method(self) -> str:
+        return "p-eagle" if self.parallel else "eagle3"
+
+    def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
+        """Refuse a draft depth the drafter cannot serve well: acceptance falls to nothing beyond the trained depth."""
+        limit = self.num_draft_tokens
+        if num_draft_tokens < 1 or (limit is not None and num_draft_tokens > limit):
+            allowed = "at least 1" if limit is None else f"between 1 and {limit}, the depth it was trained for"
+            raise ConfigError(
+                f"num_draft_tokens must be {allowed}, got {num_draft_tokens}",
+                hint="drafters do not extrapolate; train one with a larger num_draft_tokens",
+            )

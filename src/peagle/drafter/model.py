@@ -1,0 +1,214 @@
+"""The drafter network: a Llama-shaped decoder whose first layer also reads the target's states.
+
+Module and parameter names are those of vLLM's checkpoint layout, so the state dict needs no renaming.
+
+Shapes: B rows or requests, S slots (query rows), C cached plus new slots (key rows), D width, H heads, E head width,
+A concatenated aux width, V draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from peagle.drafter.config import DrafterConfig
+
+KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
+
+
+class DrafterOutput(NamedTuple):
+    """`normed_BSD` goes to the head; `carried_BSD` is what EAGLE-3 feeds to its next step."""
+
+    normed_BSD: Tensor
+    carried_BSD: Tensor
+    cache: KeyValues
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_float = x.float()
+        normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, config.num_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cached: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        if cached is not None:
+            key, value = torch.cat([cached[0], key], dim=2), torch.cat([cached[1], value], dim=2)
+        # Heads are repeated by hand: torch's fused kernels take a mask or grouped heads, not both.
+        group_size = query.shape[1] // key.shape[1]
+        attended = functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=mask
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), (key, value)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer. The first one (`is_first`) attends over [embedding, state] and carries only the state on."""
+
+    def __init__(self, config: DrafterConfig, is_first: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = Attention(config, 2 * size if is_first else size)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps) if is_first else None
+        self.post_attention_layernorm = RMSNorm(size, eps)
+
+    def forward(
+        self,
+        state: Tensor,
+        embedding: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cached: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if self.hidden_norm is None:
+            attention_input = self.input_layernorm(state)
+        else:
+            normed = self.hidden_norm(state)
+            attention_input = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+            state = normed if self.norm_before_residual else state
+        attended, key_value = self.self_attn(attention_input, rotary, mask, cached)
+        state = state + attended
+        return state + self.mlp(self.post_attention_layernorm(state)), key_value
+
+
+class Drafter(nn.Module):
+    """Drafter of one target. Shared tables are the target's own tensors: read, never trained, never saved."""
+
+    def __init__(self, config: DrafterConfig, target_embedding: Tensor, target_head: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.aux_size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layer_ids
+            )
+        self.fc = nn.Linear(config.aux_size, size, bias=False)
+        self.layers = nn.ModuleList(Layer(config, is_first=index == 0) for index in range(config.num_layers))
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        if config.parallel:
+            self.mask_hidden = nn.Parameter(torch.randn(config.aux_size))
+            self.mask_embedding = nn.Parameter(target_embedding.detach().float().mean(0))
+        if config.embeddings == "own":
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if config.head == "own":
+            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size < config.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self._target_embedding, self._target_head = target_embedding, target_head
+        self.rotary = LlamaRotaryEmbedding(_rotary_config(config))
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        return self.embed_tokens.weight if self.config.embeddings == "own" else self._target_embedding
+
+    @property
+    def head_VD(self) -> Tensor:
+        """The head's weight; rows follow the draft vocabulary."""
+        if self.config.head == "own":
+            return self.lm_head.weight
+        if self.config.draft_vocab_size < self.config.vocab_size:
+            return self._target_head[self.to_target_ids(torch.arange(len(self.d2t), device=self.d2t.device))]
+        return self._target_head
+
+    def embed(self, token_ids_BS: Tensor) -> Tensor:
+        """Embeddings of tokens; the mask token reads the drafter's own row wherever it appears, as in vLLM."""
+        embedding_BSD = functional.embedding(token_ids_BS, self.embedding_VD)
+        if not self.config.parallel:
+            return embedding_BSD
+        is_mask_BS = token_ids_BS == self.config.mask_token_id
+        return torch.where(is_mask_BS[..., None], self.mask_embedding.to(embedding_BSD.dtype), embedding_BSD)
+
+    def fuse(self, aux_hidden_BSA: Tensor) -> Tensor:
+        """Concatenated aux states (or `mask_hidden`) to the drafter's width, through the configured norms."""
+        if self.config.norm_before_fc:
+            aux_hidden_BSA = self.input_norm(aux_hidden_BSA)
+        if self.config.fc_norm:
+            chunks = aux_hidden_BSA.chunk(len(self.fc_norm), dim=-1)
+            aux_hidden_BSA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(aux_hidden_BSA)
+
+    def forward(
+        self,
+        token_ids_BS: Tensor,
+        fused_BSD: Tensor,
+        position_BS: Tensor,
+        visible_BSC: Tensor,
+        cache: KeyValues | None = None,
+    ) -> DrafterOutput:
+        """One pass over S slots. Key rows are the cached slots followed by these; the returned cache holds both."""
+        embedding_BSD = self.embed(token_ids_BS).to(fused_BSD.dtype)
+        rotary = self.rotary(fused_BSD, position_BS)
+        mask = visible_BSC[:, None]
+        state, new_cache = fused_BSD, []
+        for index, layer in enumerate(self.layers):
+            cached = None if cache is None else cache[index]
+            state, key_value = layer(state, embedding_BSD, rotary, mask, cached)
+            new_cache.append(key_value)
+        normed = self.norm(state)
+        return DrafterOutput(normed, normed if self.config.norm_output else state, new_cache)
+
+    def logits(self, normed_BSD: Tensor) -> Tensor:
+        """Logits over the draft vocabulary; `to_target_ids` turns its ids into the target's."""
+        return functional.linear(normed_BSD, self.head_VD.to(normed_BSD.dtype))
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return draft_ids
+        return draft_ids + self.d2t[draft_ids]
+
+
+def rotate(x_BHSE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding in the half-split form of the Llama family."""
+    cos_BSE, sin_BSE = rotary
+    first, second = x_BHSE.chunk(2, dim=-1)
+    return x_BHSE * cos_BSE[:, None] + torch.cat([-second, first], dim=-1) * sin_BSE[:, None]
+
+
+def _rotary_config(config: DrafterConfig) -> LlamaConfig:
+    """The part of a Llama config that transformers' rotary embedding (with all its scalings) reads."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_length,
+        rope_parameters=dict(config.rope_parameters),
+    )

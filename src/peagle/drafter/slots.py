@@ -1,0 +1,128 @@
+"""Where the drafter's input rows sit, what each one reads, and which others it sees.
+
+Training and serving both lay out their rows here and nowhere else, so they cannot drift apart.
+
+A slot is (anchor, depth). With x the tokens of the text and h the target's aux states:
+
+    depth 0   reads token x[anchor + 1] and state h[anchor]: both are real
+    depth d   reads the mask token and `mask_hidden`: placeholders, the same at every depth
+    position  anchor + depth        what the rotary embedding is given
+    label     anchor + depth + 2    index of the token the slot predicts
+
+A slot sees every depth-0 slot up to its own anchor (the real text) and its own anchor's slots up to its own depth.
+
+Serving, three draft tokens. The text is x[0..5]; x[5] was just emitted, so h exists for 0..4. Anchors 0..2 are in
+the drafter's cache from earlier steps; anchors 3 and 4 are new:
+
+>>> slots = serving_slots(first_anchor=3, num_anchors=2, num_draft_tokens=3)
+>>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
+([[3, 4, 4, 4]], [[0, 0, 1, 2]])
+>>> slots.position_BS.tolist(), slots.label_BS.tolist()
+([[3, 4, 5, 6]], [[5, 6, 7, 8]])
+
+The last three rows draft x[6], x[7], x[8] (row 0 only feeds the cache: x[5] is known). What they see is plain
+causal attention over the three cached slots and the four new ones:
+
+>>> visible(slots, context_slots(3).followed_by(slots)).int().tolist()
+[[[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]]
+
+Training, four anchors of which 0 and 2 keep two depths and the others one. All depth-0 slots come first:
+
+>>> slots = training_slots(torch.tensor([[2, 1, 2, 1]]))
+>>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
+([[0, 1, 2, 3, 0, 2]], [[0, 0, 0, 0, 1, 1]])
+>>> visible(slots, slots).int().tolist()
+[[[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 1, 0], [1, 1, 1, 0, 0, 1]]]
+
+Slot (2, 1), the last row, sees the real text up to anchor 2 and itself, and not (0, 1): exactly what it will see
+when it is served from anchor 2.
+
+Shapes: B rows or requests, S slots, T tokens, D width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PADDING = -1  # depth of a slot that only fills a row up to the others' length
+
+
+class Slots(NamedTuple):
+    """Slots of B rows, padded to a common count with depth `PADDING` (and anchor 0)."""
+
+    anchor_BS: Tensor
+    depth_BS: Tensor
+
+    @property
+    def position_BS(self) -> Tensor:
+        return self.anchor_BS + self.depth_BS.clamp_min(0)
+
+    @property
+    def label_BS(self) -> Tensor:
+        return self.position_BS + 2
+
+    def followed_by(self, other: "Slots") -> "Slots":
+        return Slots(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+    def to(self, device: torch.device) -> "Slots":
+        return Slots(*(part.to(device, non_blocking=True) for part in self))
+
+
+def context_slots(num_anchors: int, device: torch.device | None = None) -> Slots:
+    """The depth-0 slots of anchors 0 .. num_anchors - 1: what the drafter's cache holds."""
+    anchors = torch.arange(num_anchors, device=device)[None]
+    return Slots(anchors, torch.zeros_like(anchors))
+
+
+def serving_slots(
+    first_anchor: int, num_anchors: int, num_draft_tokens: int, device: torch.device | None = None
+) -> Slots:
+    """Depth 0 for each new anchor, then depths 1 .. num_draft_tokens - 1 hanging from the last one."""
+    last = first_anchor + num_anchors - 1
+    anchors = torch.arange(first_anchor, last + num_draft_tokens, device=device).clamp_max(last)[None]
+    depths = torch.arange(1 - num_anchors, num_draft_tokens, device=device).clamp_min(0)[None]
+    return Slots(anchors, depths)
+
+
+def training_slots(num_depths_BT: Tensor, num_slots: int | None = None) -> Slots:
+    """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a, ordered by depth, then anchor.
+
+    Rows are padded to the longest, or to `num_slots`, which must not be smaller.
+    """
+    num_rows, num_anchors = num_depths_BT.shape
+    max_depths = int(num_depths_BT.max())
+    kept_BDT = num_depths_BT[:, None, :] > torch.arange(max_depths, device=num_depths_BT.device)[None, :, None]
+    counts_B = kept_BDT.flatten(1).sum(1)
+    num_slots = int(counts_B.max()) if num_slots is None else num_slots
+    row, depth, anchor = kept_BDT.nonzero(as_tuple=True)
+    column = torch.arange(len(row), device=row.device) - (counts_B.cumsum(0) - counts_B)[row]
+    slots = Slots(row.new_zeros(num_rows, num_slots), row.new_full((num_rows, num_slots), PADDING))
+    slots.anchor_BS[row, column] = anchor
+    slots.depth_BS[row, column] = depth
+    return slots
+
+
+def visible(query: Slots, key: Slots) -> Tensor:
+    """Whether each query slot sees each key slot: bool [B, S_query, S_key]. No slot sees padding."""
+    query_anchor, query_depth = query.anchor_BS[:, :, None], query.depth_BS[:, :, None]
+    key_anchor, key_depth = key.anchor_BS[:, None, :], key.depth_BS[:, None, :]
+    is_earlier_text = (key_depth == 0) & (key_anchor <= query_anchor)
+    is_own_chain = (key_anchor == query_anchor) & (key_depth > 0) & (key_depth <= query_depth)
+    return is_earlier_text | is_own_chain
+
+
+def slot_inputs(
+    slots: Slots, token_ids_BT: Tensor, fused_BTD: Tensor, mask_token_id: int, fused_mask_D: Tensor, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What each slot reads: token ids [B, S] and fused aux states [B, S, D].
+
+    Column t of `token_ids_BT` and `fused_BTD` holds x[offset + t] and the fused h[offset + t]; `offset` is the first
+    anchor of the slots when earlier ones are cached. Padding slots read placeholders.
+    """
+    is_real_BS = slots.depth_BS == 0
+    column_BS = (slots.anchor_BS - offset).clamp_min(0)
+    next_token_BS = token_ids_BT.gather(1, column_BS + 1)
+    token_ids_BS = torch.where(is_real_BS, next_token_BS, mask_token_id)
+    state_BSD = fused_BTD.gather(1, column_BS[..., None].expand(-1, -1, fused_BTD.shape[-1]))
+    return token_ids_BS, torch.where(is_real_BS[..., None], state_BSD, fused_mask_D)

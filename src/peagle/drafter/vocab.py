@@ -1,0 +1,51 @@
+"""Choosing the tokens a drafter needs: its placeholder, and (when smaller than the target's) its vocabulary."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from peagle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def choose_mask_token_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
+    """A token id that no text uses, for the placeholders.
+
+    First an embedding row beyond the tokenizer's last token; then the tokenizer's mask token; then its last added
+    token that neither the chat template nor a special role mentions.
+    """
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    template = str(tokenizer.chat_template or "")
+    used = set(tokenizer.all_special_tokens)
+    spare = [
+        token_id
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and str(token) not in used and str(token) not in template
+    ]
+    if not spare:
+        raise ConfigError(
+            f"no unused token among the {vocab_size} of this vocabulary was found for the placeholders",
+            hint="set mask_token_id to an id that no text of yours contains",
+        )
+    return spare[-1]
+
+
+def draft_to_target(offsets_U: Tensor) -> Tensor:
+    """Target ids of the draft vocabulary, from the checkpoint's offset table: target = draft + d2t[draft]."""
+    return torch.arange(len(offsets_U), device=offsets_U.device) + offsets_U
+
+
+def check_offsets(offsets_U: Tensor, vocab_size: int) -> None:
+    """Refuse a table that is not a set of distinct target ids, as one holding absolute ids instead of offsets is not."""
+    target_ids = draft_to_target(offsets_U)
+    if int(target_ids.min()) < 0 or int(target_ids.max()) >= vocab_size or len(target_ids.unique()) < len(target_ids):
+        raise ConfigError(
+            f"d2t does not map each draft id to a target id of its own below {vocab_size}",
+            hint="d2t holds offsets (target = draft + d2t[draft]), not target ids",
+        )

@@ -1,0 +1,65 @@
+"""Where an artefact came from: command, code, versions, hardware. Every file set we write carries one."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("peagle", "torch", "transformers", "safetensors", "numpy")
+
+
+def provenance(accelerator: str | None = None) -> dict[str, Any]:
+    """A JSON-ready record of this process. `accelerator` names the GPU that was used, if any."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "versions": {name: package_version(name) for name in PACKAGES},
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": processor_name(),
+            "num_cores": os.cpu_count(),
+            "accelerator": accelerator,
+        },
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """The processor's own name where the system tells it, else the platform's word for it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The source checkout's commit, with "+changes" where files differ from it; None for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        return f"{head}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else head
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()

@@ -1,0 +1,141 @@
+"""Any `transformers` causal LM as a target: its own modules, with the aux states tapped on the way.
+
+Shapes as in `base.py`.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from peagle.errors import TargetError
+from peagle.targets.base import TargetCache, TargetOutput, check_aux_layer_ids, default_aux_layer_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class HFTarget:
+    """A transformers model and its tokenizer. The model is put in evaluation mode and its gradients are turned off."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        name: str,
+        directory: Path | None = None,
+        shipped_drafter: Path | None = None,
+        aux_layer_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.directory = directory
+        self.shipped_drafter = shipped_drafter
+        config = model.config.get_text_config()
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.max_length: int = getattr(config, "max_position_embeddings", 2**31)
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.layers = _decoder_layers(model, self.num_layers)
+        self._taps: list[Any] = []
+        self._captured: dict[int, Tensor] = {}
+        self.aux_layer_ids: tuple[int, ...] = ()
+        self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
+        self.tap(aux_layer_ids or self.default_aux_layer_ids)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        """The input embedding's own tensor, not a copy."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_VD(self) -> Tensor:
+        """The output head's own tensor; the embedding's where the two are tied."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """Weight of the norm before the head, where the decoder calls it `norm`, as the Llama family does."""
+        norm = getattr(self.model.get_decoder(), "norm", None)
+        if norm is None:
+            raise TargetError(f"{type(self.model).__name__} has no final norm named `norm`")
+        return norm.weight
+
+    def tap(self, aux_layer_ids: tuple[int, ...]) -> None:
+        """Choose the layers whose entering residual stream `forward` returns; replaces the earlier choice."""
+        check_aux_layer_ids(aux_layer_ids, self.num_layers)
+        for tap in self._taps:
+            tap.remove()
+        self._captured.clear()
+        self._taps = [
+            self.layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+            for index in aux_layer_ids
+        ]
+        self.aux_layer_ids = tuple(aux_layer_ids)
+
+    def new_cache(self) -> TargetCache:
+        # Without a config every layer keeps its whole history, sliding-window ones too, so any length can be cut
+        # back to; the model's own masks still apply the windows.
+        return DynamicCache()
+
+    def forward(self, token_ids_BT: Tensor, cache: TargetCache | None = None) -> TargetOutput:
+        with torch.no_grad():
+            output = self.model(input_ids=token_ids_BT, past_key_values=cache, use_cache=cache is not None)
+            aux_hidden_BTA = torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
+        return TargetOutput(output.logits, aux_hidden_BTA)
+
+    def fingerprint(self) -> str:
+        """A hash that tells these weights from others, the same in every precision they are loaded in.
+
+        It covers 64 elements spread over each parameter, rounded to bfloat16, so it takes milliseconds at any size.
+        """
+        samples, names = [], []
+        for name, parameter in sorted(self.model.named_parameters()):
+            flat = parameter.detach().flatten()
+            index = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).long()
+            samples.append(flat[index.to(flat.device)].to(torch.bfloat16))
+            names.append(f"{name}:{list(parameter.shape)}")
+        content = torch.cat(samples).view(torch.int16).cpu().numpy().tobytes()
+        return hashlib.sha256("\n".join(names).encode() + content).hexdigest()[:32]
+
+    def _keep_input(self, index: int) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._captured[index] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+
+def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:
+    """The decoder's list of layers, found by its length rather than by a table of model families."""
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise TargetError(
+        f"{type(model).__name__} has no list of {num_layers} decoder layers to read states from",
+        hint="the target must be a decoder-only causal LM",
+    )
+
+
+def _eos_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
+    """End tokens of the model's generation settings and of its tokenizer."""
+    generation_config = getattr(model, "generation_config", None)
+    found = (getattr(generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for value in found:
+        ids.update(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    return frozenset(ids)

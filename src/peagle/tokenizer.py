@@ -1,0 +1,282 @@
+"""What the product needs of a transformers tokenizer: chat rendering, identity hashes, streaming, answer masks.
+
+The tokenizer object is always passed in and never changed. Importing this module imports neither torch nor
+transformers.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from peagle.errors import DataError, RequestError, TargetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+
+PROBE_ANSWER = "probe0answer"
+"""Stands for an answer while the text that a template puts behind answers is looked up."""
+REPLACEMENT = "\ufffd"
+MAX_HELD_CHARACTERS = 3
+"""An unfinished UTF-8 character has at most three bytes, which decoders show as one to three replacement signs."""
+MAX_WINDOW = 32
+"""Tokens after which text that never becomes valid UTF-8 is let go, so that the cost per token stays bounded."""
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, add_generation_prompt: bool = True
+) -> list[int]:
+    """Token ids of `messages` through the target's chat template, ready to be answered."""
+    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt))
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """sha256 of what token ids mean: every token with its id, and the merges or scores of the segmentation model.
+
+    File paths, versions and padding or truncation state are left out, and so is the wording of the pipeline around
+    the model, which differs between a GGUF file and a tokenizer.json of the same tokenizer.
+    """
+    content: dict[str, Any] = {"vocabulary": tokenizer.get_vocab()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        model = json.loads(backend.to_str())["model"]
+        content["model"] = model.get("type")
+        # Older tokenizer.json files write a merge as one string "a b", newer ones as a pair.
+        content["merges"] = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges") or ()]
+        if isinstance(model.get("vocab"), list):
+            content["scores"] = model["vocab"]
+    return _sha256(content)
+
+
+def chat_template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """sha256 of the chat template (of all of them, where several are named); without one, of the empty string."""
+    template = tokenizer.chat_template or ""
+    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else _sha256(template)
+
+
+class IncrementalDetokenizer:
+    """Text of a growing token sequence, without ever giving out half a character.
+
+    Only a short window of recent tokens is decoded for each `add`, so the cost is linear in the sequence. What was
+    given out never changes; joined, and with `finish()` at the end, it is `tokenizer.decode` of the whole sequence.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._parts: list[str] = []
+        # Tokens decoded together: those of the last text given out, because some decoders treat the first token of
+        # a text differently, and those whose text is still held back.
+        self._window: list[int] = []
+        self._num_context = 0
+        self._shown = ""  # the part of the window's text that was given out
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Append tokens; return the text that became certain, which may be empty."""
+        if not token_ids:
+            return ""
+        self._window.extend(token_ids)
+        decoded = self._decode(self._window)
+        if not decoded.startswith(self._shown):
+            # A byte-fallback decoder shows a whole run of bytes as invalid until its last character is complete.
+            return self._give_out_pending() if len(self._window) - self._num_context > MAX_WINDOW else ""
+        num_held = min(len(decoded) - len(decoded.rstrip(REPLACEMENT)), MAX_HELD_CHARACTERS)
+        certain = decoded[: max(len(decoded) - num_held, len(self._shown))]
+        new = certain[len(self._shown) :]
+        if certain == decoded:
+            self._move_window(num_new=len(self._window) - self._num_context if new else 0, decoded=decoded)
+        else:
+            self._shown = certain
+            if len(self._window) > MAX_WINDOW:
+                self._shorten_window(decoded[len(certain) :])
+        if new:
+            self._parts.append(new)
+        return new
+
+    def finish(self) -> str:
+        """Give out what was held back, with replacement signs for bytes that never became a character."""
+        decoded = self._decode(self._window)
+        if not decoded.startswith(self._shown):
+            return self._give_out_pending()
+        new = decoded[len(self._shown) :]
+        self._move_window(num_new=len(self._window) - self._num_context if new else 0, decoded=decoded)
+        if new:
+            self._parts.append(new)
+        return new
+
+    def _move_window(self, num_new: int, decoded: str) -> None:
+        """After everything was given out: the newest tokens become the context; tokens without text leave."""
+        if num_new:
+            del self._window[: self._num_context]
+            self._num_context = num_new
+            self._shown = self._decode(self._window)
+        else:
+            del self._window[self._num_context :]
+            self._shown = decoded
+
+    def _shorten_window(self, held: str) -> None:
+        """Forget old tokens of a long run of invalid bytes, keeping those that can still belong to `held`."""
+        kept = self._window[-MAX_WINDOW // 2 :]
+        decoded = self._decode(kept)
+        if decoded.endswith(held):
+            self._window, self._num_context = kept, 0
+            self._shown = decoded[: len(decoded) - len(held)]
+
+    def _give_out_pending(self) -> str:
+        pending = self._window[self._num_context :]
+        new = self._decode(pending)
+        self._window, self._num_context, self._shown = pending, len(pending), new
+        if new:
+            self._parts.append(new)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return _decode(self._tokenizer, token_ids, self._skip_special_tokens)
+
+
+def answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    """Token ids of a whole conversation, and a 0/1 mask of the tokens that the assistant itself wrote.
+
+    A turn of the assistant is trained from the token after its generation prompt up to and including its
+    end-of-turn token, as they stand in the whole conversation. Turns before the first user message answer nothing
+    and stay 0; so does a token that the tokenizer merged from the end of the prompt and the start of an answer.
+    Templates without such boundaries, and those that rewrite earlier turns, are refused with a DataError.
+    """
+    try:
+        return _answer_spans(tokenizer, messages)
+    except RequestError as error:
+        raise DataError(error.message, hint=error.hint) from error
+
+
+def _answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    whole_text = _render(tokenizer, messages, add_generation_prompt=False)
+    ids = _encode(tokenizer, whole_text)
+    mask = [0] * len(ids)
+    has_question = False
+    for index, message in enumerate(messages):
+        has_question = has_question or message.get("role") == "user"
+        if not has_question or message.get("role") != "assistant":
+            continue
+        prompt_text = _render(tokenizer, messages[:index], add_generation_prompt=True)
+        is_last = index + 1 == len(messages)
+        turn_text = whole_text if is_last else _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
+        if not (turn_text.startswith(prompt_text) and whole_text.startswith(turn_text)):
+            raise _no_boundary(index, prompt_text, turn_text, whole_text)
+        start = _answer_start(tokenizer, prompt_text, ids, index)
+        turn_ids = ids if is_last else _encode(tokenizer, turn_text)
+        closing = _closing_ids(tokenizer, messages[:index], index)
+        # Without the tokens after the end-of-turn token: those may merge with the start of the next turn.
+        end = len(turn_ids) - len(closing) + 1
+        if turn_ids[end - 1 :] != closing or ids[:end] != turn_ids[:end] or start >= end:
+            raise DataError(
+                f"messages[{index}]: the chat template does not end this answer with its end-of-turn token "
+                f"{tokenizer.convert_ids_to_tokens(closing[0])!r}, so the end of the answer cannot be found",
+                hint=_SINGLE_TURN_HINT,
+            )
+        mask[start:end] = [1] * (end - start)
+    return ids, mask
+
+
+_SINGLE_TURN_HINT = (
+    "give single-turn rows, or token ids as they were generated: "
+    '{"prompt_ids": [...], "answer_ids": [...]} needs no template'
+)
+
+
+def _no_boundary(index: int, prompt_text: str, turn_text: str, whole_text: str) -> DataError:
+    if not turn_text.startswith(prompt_text):
+        expected, found = prompt_text, turn_text
+        reason = "does not put the answer after its own generation prompt"
+    else:
+        expected, found = turn_text, whole_text
+        reason = "rewrites this answer when later messages follow (templates drop old thinking that way)"
+    position = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(found))
+    return DataError(
+        f"messages[{index}]: the chat template {reason}, so the tokens of the answer cannot be found: after "
+        f"{expected[max(0, position - 30) : position]!r} expected {expected[position : position + 30]!r}, "
+        f"the whole conversation has {found[position : position + 30]!r}",
+        hint=_SINGLE_TURN_HINT,
+    )
+
+
+def _answer_start(tokenizer: "PreTrainedTokenizerBase", prompt_text: str, ids: list[int], index: int) -> int:
+    """Index in `ids` of the first token that lies wholly after `prompt_text`."""
+    prompt_ids = _encode(tokenizer, prompt_text)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return len(prompt_ids)
+    common = next(i for i, token_id in enumerate(prompt_ids) if ids[i : i + 1] != [token_id])
+    # The last tokens of the prompt merged with the answer, as "\n" + "\n\nHello" does: step over the merged ones.
+    rest = _decode(tokenizer, prompt_ids[common:], skip_special_tokens=False)
+    for start in range(common + 1, min(len(ids), len(prompt_ids) + 1) + 1):
+        if _decode(tokenizer, ids[common:start], skip_special_tokens=False).startswith(rest):
+            return start
+    raise DataError(
+        f"messages[{index}]: the tokens of the prompt change when the answer follows, so the answer cannot be found "
+        f"among them: the prompt ends in {prompt_text[-30:]!r}",
+        hint=_SINGLE_TURN_HINT,
+    )
+
+
+def _closing_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[Message], index: int) -> list[int]:
+    """The end-of-turn token that the template puts behind an answer, and the tokens after it (a newline, often)."""
+    probe = _render(tokenizer, [*prompt, {"role": "assistant", "content": PROBE_ANSWER}], add_generation_prompt=False)
+    _, found, closing_text = probe.rpartition(PROBE_ANSWER)
+    closing = _encode(tokenizer, closing_text) if found and closing_text else []
+    control_ids = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    for position, token_id in enumerate(closing):
+        if token_id in control_ids:
+            return closing[position:]
+    raise DataError(
+        f"messages[{index}]: the chat template puts no end-of-turn token behind an answer, only {closing_text!r}; a "
+        "drafter cannot learn where answers end",
+        hint=_SINGLE_TURN_HINT,
+    )
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise TargetError(
+            "the target's tokenizer has no chat template, so messages cannot be turned into a prompt",
+            hint="use an instruction-tuned target, or give plain text or token ids instead of messages",
+        )
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise RequestError(
+            f"the target's chat template refuses these messages (roles: {roles}): {error}",
+            hint="many templates want an optional system message, then user and assistant in turn",
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    # The template writes the special tokens itself; verbose=False: length limits are the caller's business.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    assert isinstance(ids, list)
+    return ids
+
+
+def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], skip_special_tokens: bool) -> str:
+    # The clean-up joins text over token borders ("a ." to "a."), which no longer is what the tokens say.
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,163 @@
+"""Conversation files as training rows: token ids, and which of them the target is to be imitated on.
+
+Text rows go through the target's chat template; rows of token ids, as the target generated them, are used as they
+are, because decoding and encoding again need not give the same tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peagle.errors import ConfigError, DataError, TargetError
+from peagle.json_rows import chat_messages, describe, place, read_rows, sharegpt_messages
+from peagle.tokenizer import answer_spans
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER_KEYS = ("answer", "response", "completion")
+ROW_SHAPES = (
+    '{"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}, '
+    '{"prompt": text, "answer" or "response" or "completion": text}, {"prompt_ids": [...], "answer_ids": [...]}'
+)
+
+TokenIds = npt.NDArray[np.int32]
+LossMask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """One training row: two arrays of the same length, owned by the row and not to be written to."""
+
+    token_ids: TokenIds
+    loss_mask: LossMask
+    """True where the token was written by the assistant"""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConversationSet:
+    """All rows of one file that can be trained on, in file order, and what became of the others."""
+
+    conversations: tuple[Conversation, ...]
+    num_cut: int
+    """rows that were longer than max_length and lost their end (those without an answer left are in num_dropped)"""
+    num_dropped: int
+    """rows left out because no answer token was left to train on"""
+    num_answer_tokens: int
+    """trained tokens over all rows kept"""
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self.conversations)
+
+
+def read_conversations(
+    path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, vocab_size: int | None = None
+) -> ConversationSet:
+    """Read a JSONL or JSON-array file (plain or gzipped); each row may have any of the shapes in ROW_SHAPES.
+
+    Rows are cut at `max_length` tokens; ids must lie below `vocab_size`, by default the tokenizer's. A row that cannot be understood is a DataError that names its line; a file
+    of which no row can be trained on is one, too.
+    """
+    if max_length < 2:
+        raise ConfigError(f"max_length must be at least 2, got {max_length}")
+    path = Path(path)
+    vocab_size = vocab_size or len(tokenizer)
+    conversations: list[Conversation] = []
+    num_cut = num_dropped = num_answer_tokens = 0
+    for line_number, row in read_rows(path):
+        token_ids, loss_mask = _row_tokens(row, tokenizer, vocab_size, place(path, line_number))
+        is_cut = len(token_ids) > max_length
+        if is_cut:
+            # Copies, so that the cut-off part is not kept alive by a view.
+            token_ids, loss_mask = token_ids[:max_length].copy(), loss_mask[:max_length].copy()
+        num_trained = int(np.count_nonzero(loss_mask))
+        if num_trained == 0:
+            num_dropped += 1
+            continue
+        num_cut += is_cut
+        num_answer_tokens += num_trained
+        conversations.append(Conversation(token_ids, loss_mask))
+    if not conversations:
+        raise DataError(
+            f"{path}: none of its {num_dropped} rows has an answer token within max_length = {max_length}",
+            hint="give rows with an assistant's answer, or raise max_length above the length of the prompts",
+        )
+    return ConversationSet(tuple(conversations), num_cut, num_dropped, num_answer_tokens)
+
+
+def _row_tokens(
+    row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", vocab_size: int, where: str
+) -> tuple[TokenIds, LossMask]:
+    # Ids first: rows that carry the text beside the ids are there to be read by people.
+    if "prompt_ids" in row or "answer_ids" in row:
+        prompt_ids = _token_ids(row, "prompt_ids", vocab_size, where)
+        answer_ids = _token_ids(row, "answer_ids", vocab_size, where)
+        token_ids = np.concatenate((prompt_ids, answer_ids))
+        loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
+        # The first token of all has no predecessor to be predicted from.
+        loss_mask[max(1, len(prompt_ids)) :] = True
+        return token_ids, loss_mask
+    messages = _row_messages(row, where)
+    try:
+        ids, mask = answer_spans(tokenizer, messages)
+    except (DataError, TargetError) as error:
+        raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+    return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
+
+
+def _row_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    if "messages" in row:
+        return chat_messages(row["messages"], where)
+    if "conversations" in row:
+        return sharegpt_messages(row["conversations"], where)
+    answer_key = next((key for key in ANSWER_KEYS if key in row), None)
+    if "prompt" in row and answer_key is not None:
+        for key in ("prompt", answer_key):
+            if not isinstance(row[key], str):
+                raise DataError(
+                    f"{where}: {key!r} is {describe(row[key])}; it must be a string",
+                    hint='chat turns go under "messages", token ids under "prompt_ids" and "answer_ids"',
+                )
+        return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[answer_key]}]
+    hint = f"allowed: {ROW_SHAPES}"
+    if "prompt" in row or "question" in row or "turns" in row:
+        hint += "; a file of prompts becomes training data once the target has answered them"
+    raise DataError(f"{where}: not a conversation; keys found: {', '.join(row) or 'none'}", hint=hint)
+
+
+def _token_ids(row: dict[str, Any], key: str, vocab_size: int, where: str) -> TokenIds:
+    value = row.get(key)
+    if not isinstance(value, list):
+        raise DataError(
+            f"{where}: {key!r} is {describe(value)}; it must be a list of token ids",
+            hint='a row of ids has both keys: {"prompt_ids": [...], "answer_ids": [...]}',
+        )
+    if not value:
+        return np.zeros(0, dtype=np.int32)
+    try:
+        ids = np.array(value)
+    except ValueError:
+        ids = np.array(value, dtype=object)
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        wrong = [element for element in value if type(element) is not int]
+        if wrong:
+            shown = json.dumps(wrong[0])[:40]
+            raise DataError(f"{where}: {key!r} holds {shown}; every element must be an integer token id")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{where}: {key!r} holds token id {low if low < 0 else high}; the target's ids are 0 to {vocab_size - 1}",
+            hint="the ids were made with another tokenizer; use the target that generated them",
+        )
+    return ids.astype(np.int32)

@@ -1,0 +1,109 @@
+"""Exact acceptance of a drafter on known greedy answers, without decoding them again.
+
+Where an answer is the target's own greedy choice, a draft token is accepted exactly when it equals the answer's token.
+So one pass of the target and one of the drafter over a whole answer give the drafts of every anchor, and walking from
+step to step gives what serving would have counted.
+
+Shapes: B rows, T tokens, K draft tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.drafter.slots import slot_inputs, training_slots, visible
+from peagle.targets.hf import HFTarget
+from peagle.training.batches import pad_rows
+from peagle.training.cod import max_depths
+from peagle.training.conversations import Conversation
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What serving the answers would have counted."""
+
+    num_drafts: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + sum(self.accepted_per_position) / max(1, self.num_drafts)
+
+    @property
+    def per_position(self) -> list[float]:
+        """Share of drafts whose token at each position was accepted."""
+        return [count / max(1, self.num_drafts) for count in self.accepted_per_position]
+
+
+@torch.no_grad()
+def replay(
+    target: HFTarget,
+    drafter: Drafter,
+    conversations: Sequence[Conversation],
+    num_draft_tokens: int,
+    rows_at_once: int = 4,
+) -> ReplayResult:
+    """Replay the answers in `conversations`, which must be the target's greedy ones, at `num_draft_tokens`."""
+    drafter.config.check_num_draft_tokens(num_draft_tokens)
+    counts = [0] * num_draft_tokens
+    num_drafts = 0
+    was_training = drafter.training
+    drafter.eval()
+    order = sorted(conversations, key=len)
+    for first in range(0, len(order), rows_at_once):
+        rows = order[first : first + rows_at_once]
+        token_ids_BT, loss_mask_BT = pad_rows(rows, max(len(row) for row in rows))
+        depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
+        drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
+        for row, conversation in enumerate(rows):
+            for accepted in _walk(drafts_BTK[row], conversation, num_draft_tokens):
+                num_drafts += 1
+                for position in range(accepted):
+                    counts[position] += 1
+    drafter.train(was_training)
+    return ReplayResult(num_drafts, tuple(counts))
+
+
+def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
+    """Draft tokens (target ids) [B, T - 2, K] from every anchor; -1 at depths beyond `depths_BT`."""
+    slots = training_slots(depths_BT.clamp_min(1)).to(target.device)
+    aux_hidden_BTA = target.forward(token_ids_BT).aux_hidden_BTA
+    with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
+        fused_mask_D = drafter.fuse(drafter.mask_hidden.to(aux_hidden_BTA.dtype))
+        mask_token_id = drafter.config.mask_token_id or 0
+        inputs = slot_inputs(slots, token_ids_BT, drafter.fuse(aux_hidden_BTA), mask_token_id, fused_mask_D)
+        states_BSD = drafter(*inputs, slots.position_BS, visible(slots, slots)).normed_BSD
+    num_depths = max(1, int(depths_BT.max()))
+    drafts_BTK = torch.full((*depths_BT.shape, num_depths), -1, dtype=torch.long)
+    row, slot = (slots.depth_BS >= 0).nonzero(as_tuple=True)
+    for part in torch.arange(len(row), device=row.device).split(8192):
+        at = (row[part], slot[part])
+        guesses = drafter.to_target_ids(drafter.logits(states_BSD[at]).argmax(-1))
+        drafts_BTK[row[part].cpu(), slots.anchor_BS[at].cpu(), slots.depth_BS[at].cpu()] = guesses.cpu()
+    return drafts_BTK
+
+
+def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_tokens: int) -> list[int]:
+    """Accepted tokens of each step. Prefill emits an answer's first token; each step then emits accepted + 1."""
+    token_ids, mask = conversation.token_ids.tolist(), conversation.loss_mask.tolist()
+    accepted_by_step = []
+    newest = 1
+    while newest < len(token_ids) - 1:
+        if not (mask[newest] and mask[newest + 1]):
+            newest += 1
+            continue
+        drafts = drafts_TK[newest - 1]
+        accepted = 0
+        while (
+            accepted < min(num_draft_tokens, len(drafts))
+            and newest + 1 + accepted < len(token_ids)
+            and mask[newest + 1 + accepted]
+            and drafts[accepted] == token_ids[newest + 1 + accepted]
+        ):
+            accepted += 1
+        accepted_by_step.append(accepted)
+        newest += accepted + 1
+    return accepted_by_step

@@ -1,0 +1,101 @@
+"""One training run from files to a finished drafter directory."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from peagle.drafter.card import DrafterCard, TargetIdentity
+from peagle.drafter.checkpoint import save_drafter
+from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.model import Drafter
+from peagle.errors import ConfigError
+from peagle.provenance import provenance
+from peagle.targets.hf import HFTarget
+from peagle.training.config import TrainConfig
+from peagle.training.conversations import ConversationSet, read_conversations
+from peagle.training.replay import ReplayResult, replay
+from peagle.training.resume import RunState
+from peagle.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+OnStep = Callable[[int, dict[str, Any] | None], None]
+
+
+def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Drafter:
+    """Train a drafter for `target` and write its directory (compact form) to `config.output`.
+
+    An unfinished run of the same settings is continued. With `held_out` conversations, acceptance is replayed at
+    every save and recorded in the metrics and the card.
+    """
+    if config.max_length > target.max_length:
+        raise ConfigError(f"max_length {config.max_length} exceeds the target's {target.max_length}")
+    read = functools.partial(read_conversations, tokenizer=target.tokenizer, vocab_size=target.vocab_size)
+    conversations = read(config.data, max_length=config.max_length)
+    held_out = config.held_out and read(config.held_out, max_length=target.max_length)
+    if config.aux_layer_ids is not None:
+        target.tap(config.aux_layer_ids)
+    drafter_config = config_for_target(
+        target,
+        num_layers=config.num_layers,
+        num_draft_tokens=config.num_draft_tokens,
+        mask_token_id=config.mask_token_id,
+        fc_norm=config.fc_norm,
+        embeddings=config.embeddings,
+    )
+    drafter = create_drafter(target, drafter_config, config.init, config.seed)
+    trainer = Trainer(target, drafter, config, RunState(config))
+    log.info(
+        "training on %d conversations (%d answer tokens) from step %d",
+        len(conversations),
+        conversations.num_answer_tokens,
+        trainer.step,
+    )
+    results: list[ReplayResult] = []
+
+    def on_save(step: int) -> dict[str, Any]:
+        if not held_out:
+            return {}
+        results.append(replay(target, drafter, held_out.conversations, config.num_draft_tokens))
+        return {"replay": _replay_record(results[-1])}
+
+    trainer.train(conversations.conversations, on_step, on_save)
+    card = _card(target, drafter, config, conversations, results[-1] if results else None)
+    save_drafter(drafter, config.output, card, full=False)
+    trainer.run.finish()
+    return drafter
+
+
+def _card(
+    target: HFTarget, drafter: Drafter, config: TrainConfig, data: ConversationSet, result: ReplayResult | None
+) -> DrafterCard:
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    is_cuda = target.device.type == "cuda"
+    return DrafterCard(
+        target=TargetIdentity.of(target),
+        method=drafter.config.method,
+        num_draft_tokens=config.num_draft_tokens,
+        max_length=config.max_length,
+        aux_layer_ids=drafter.config.aux_layer_ids,
+        data={
+            "file": config.data.name,
+            "num_conversations": len(data),
+            "num_answer_tokens": data.num_answer_tokens,
+        },
+        acceptance={} if result is None else {"held_out_replay": _replay_record(result)},
+        training={key: str(value) if hasattr(value, "parts") else value for key, value in settings.items()}
+        | ({"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if is_cuda else {}),
+        provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
+    )
+
+
+def _replay_record(result: ReplayResult) -> dict[str, Any]:
+    return {
+        "acceptance_length": round(result.acceptance_length, 4),
+        "per_position": [round(share, 4) for share in result.per_position],
+        "num_drafts": result.num_drafts,
+    }

@@ -1,0 +1,20 @@
+"""Seeds and thread counts, so that a test gives the same numbers alone, in company and on any machine."""
+
+import os
+import random
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,426 @@
+"""Verification: edges with fake drafters, raggedness, and exact distributions on a vocabulary of five tokens.
+
+Legend: B requests, K draft tokens, L = K + 1, V vocabulary.
+"""
+
+import doctest
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from peagle.decoding import verify
+from peagle.decoding.sampling import STREAM_DRAFT, STREAM_DRAW, draw, uniform
+from peagle.decoding.verify import Verification, verify_deterministic, verify_greedy, verify_sampled
+
+V = 5
+K = 3
+L = K + 1
+NUM_SEEDS = 100_000
+
+
+def tensor(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def random_probs(*shape: int, seed: int, sharpness: float) -> Tensor:
+    return (sharpness * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).softmax(dim=-1)
+
+
+def as_lists(result: Verification) -> tuple[list[int], list[int]]:
+    assert result.num_accepted_B.dtype == result.next_token_B.dtype == torch.int64
+    return result.num_accepted_B.tolist(), result.next_token_B.tolist()
+
+
+def test_the_worked_example_of_the_module_holds() -> None:
+    outcome = doctest.testmod(verify)
+    assert outcome.attempted > 5
+    assert outcome.failed == 0
+
+
+# --- every verifier at the edges. The target is certain: it wants 1, 2, 3 and then 4.
+
+WANTED_L = [1, 2, 3, 4]
+
+
+def call(name: str, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
+    """Verify against the certain target, with drafters that claim to have been certain as well."""
+    batch_size, num_columns = draft_tokens_BK.shape
+    certain_LV = torch.nn.functional.one_hot(tensor(WANTED_L[: num_columns + 1]), V).float()
+    probs_BLV = certain_LV.expand(batch_size, -1, -1)
+    seed_B, position_B = torch.arange(batch_size), torch.full((batch_size,), 10)
+    if name == "greedy":
+        return verify_greedy(probs_BLV * 7, draft_tokens_BK, num_draft_B)
+    if name == "deterministic":
+        return verify_deterministic(probs_BLV, draft_tokens_BK, num_draft_B, seed_B, position_B)
+    draft_probs_BKV = torch.nn.functional.one_hot(draft_tokens_BK.clamp(min=0), V).float()
+    return verify_sampled(probs_BLV, draft_probs_BKV, draft_tokens_BK, num_draft_B, seed_B, position_B)
+
+
+every_verifier = pytest.mark.parametrize("name", ["greedy", "deterministic", "sampled"])
+
+
+@every_verifier
+def test_a_drafter_that_is_always_right_earns_the_bonus(name: str) -> None:
+    assert as_lists(call(name, tensor([[1, 2, 3]]), tensor([3]))) == ([3], [4])
+
+
+@every_verifier
+def test_a_drafter_that_is_never_right_still_yields_one_token(name: str) -> None:
+    assert as_lists(call(name, tensor([[0, 0, 0]]), tensor([3]))) == ([0], [1])
+
+
+@every_verifier
+@pytest.mark.parametrize("num_right", range(K))
+def test_a_drafter_that_is_right_up_to_j_is_recovered_at_j(name: str, num_right: int) -> None:
+    draft_tokens_K = WANTED_L[:K]
+    draft_tokens_K[num_right] = 0
+    assert as_lists(call(name, tensor([draft_tokens_K]), tensor([3]))) == ([num_right], [WANTED_L[num_right]])
+
+
+@every_verifier
+def test_padding_is_never_accepted_even_where_it_would_match(name: str) -> None:
+    draft_tokens_BK = tensor([[1, 2, 3]] * 4)
+    assert as_lists(call(name, draft_tokens_BK, tensor([0, 1, 2, 3]))) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
+@every_verifier
+def test_padding_may_hold_ids_that_are_no_tokens(name: str) -> None:
+    assert as_lists(call(name, tensor([[-1, -1, -1], [1, -1, -1]]), tensor([0, 1]))) == ([0, 1], [1, 2])
+
+
+@every_verifier
+def test_without_draft_columns_the_next_token_is_the_plain_one(name: str) -> None:
+    assert as_lists(call(name, torch.empty(2, 0, dtype=torch.int64), tensor([0, 0]))) == ([0, 0], [1, 1])
+
+
+@every_verifier
+def test_an_empty_batch_gives_an_empty_result(name: str) -> None:
+    assert as_lists(call(name, torch.empty(0, 3, dtype=torch.int64), tensor([]))) == ([], [])
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), num_columns=st.integers(0, 4))
+def test_greedy_verification_equals_a_plain_loop(data: st.DataObject, num_columns: int) -> None:
+    token = st.integers(0, 2)
+    wanted_L = data.draw(st.lists(token, min_size=num_columns + 1, max_size=num_columns + 1))
+    drafted_K = data.draw(st.lists(token, min_size=num_columns, max_size=num_columns))
+    num_draft = data.draw(st.integers(0, num_columns))
+    num_accepted = 0
+    while num_accepted < num_draft and drafted_K[num_accepted] == wanted_L[num_accepted]:
+        num_accepted += 1
+    logits_BLV = torch.nn.functional.one_hot(tensor([wanted_L]), 3).float()
+    result = verify_greedy(logits_BLV, tensor([drafted_K]).reshape(1, num_columns), tensor([num_draft]))
+    assert as_lists(result) == ([num_accepted], [wanted_L[num_accepted]])
+
+
+# --- verify_sampled where the formulas divide by zero or leave nothing
+
+
+def one_sampled(target_V: list[float], draft_V: list[float], draft_token: int, num_seeds: int = 1000) -> Verification:
+    """One draft token judged under many seeds; the bonus row of the target is certain of token 0."""
+    target_LV = torch.tensor([target_V, [1.0] + [0.0] * (len(target_V) - 1)])
+    return verify_sampled(
+        target_LV.expand(num_seeds, -1, -1),
+        torch.tensor([draft_V]).expand(num_seeds, -1, -1),
+        torch.full((num_seeds, 1), draft_token),
+        torch.ones(num_seeds, dtype=torch.int64),
+        torch.arange(num_seeds),
+        torch.zeros(num_seeds, dtype=torch.int64),
+    )
+
+
+def test_a_draft_token_of_draft_probability_zero_is_accepted_if_the_target_allows_it() -> None:
+    assert bool((one_sampled([0.2, 0.8], [1.0, 0.0], 1).num_accepted_B == 1).all())
+
+
+def test_a_draft_token_that_neither_side_allows_is_rejected_and_the_target_decides() -> None:
+    result = one_sampled([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], 2)
+    assert bool((result.num_accepted_B == 0).all()), "0 / 0 is a rejection"
+    assert set(result.next_token_B.tolist()) == {0, 1}, "an empty residual falls back on the target"
+
+
+def test_identical_distributions_accept_every_draft_token() -> None:
+    assert bool((one_sampled([0.3, 0.1, 0.6], [0.3, 0.1, 0.6], 1).num_accepted_B == 1).all())
+
+
+@pytest.mark.parametrize("draft_V", [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.3, 0.3, 0.4]])
+def test_a_greedy_request_gets_its_one_token_from_the_sampled_verifier(draft_V: list[float]) -> None:
+    for draft_token in range(3):
+        result = one_sampled([0.0, 1.0, 0.0], draft_V, draft_token)
+        accepted = draft_token == 1
+        assert bool((result.num_accepted_B == int(accepted)).all())
+        assert bool((result.next_token_B == (0 if accepted else 1)).all())
+
+
+def test_garbage_probabilities_in_padding_do_not_leak() -> None:
+    draft_probs_BKV = torch.full((1, 2, 3), float("nan"))
+    target_BLV = torch.tensor([[[0.0, 0.0, 1.0], [float("nan")] * 3, [float("nan")] * 3]])
+    arguments = (tensor([[99, -7]]), tensor([0]), tensor([1]), tensor([4]))
+    assert as_lists(verify_sampled(target_BLV, draft_probs_BKV, *arguments)) == ([0], [2])
+
+
+# --- exact distributions. The target is a table: one distribution for each prefix of 0..K tokens.
+
+TARGET_TABLES = [random_probs(V**depth, V, seed=depth, sharpness=0.3) for depth in range(L)]
+DRAFT_TABLES = [random_probs(V**depth, V, seed=100 + depth, sharpness=1.0) for depth in range(K)]
+POSITION = 17
+LIMIT = 5.0
+
+Verifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verification]
+Choose = Callable[[Tensor, Tensor], Tensor]
+
+
+def prefix_rows(tokens_BN: Tensor) -> Tensor:
+    """Row of each prefix in its table: the tokens read as digits in base V."""
+    row_B = torch.zeros(tokens_BN.shape[0], dtype=torch.int64)
+    for column in tokens_BN.unbind(1):
+        row_B = row_B * V + column
+    return row_B
+
+
+def along(tables: list[Tensor], tokens_BN: Tensor) -> Tensor:
+    """The distributions met while walking down the tokens: [B, len(tables), V]."""
+    return torch.stack([table[prefix_rows(tokens_BN[:, :depth])] for depth, table in enumerate(tables)], dim=1)
+
+
+def extend(tables: list[Tensor], text_BN: Tensor, choose: Choose) -> Tensor:
+    """The text filled up to one token for each table; `choose` takes probabilities [B, V] and a position [1]."""
+    for depth in range(text_BN.shape[1], len(tables)):
+        token_B = choose(tables[depth][prefix_rows(text_BN)], tensor([POSITION + depth]))
+        text_BN = torch.cat([text_BN, token_B.unsqueeze(1)], dim=1)
+    return text_BN
+
+
+def sample_from(seed_B: Tensor, stream: int) -> Choose:
+    return lambda probs_BV, position_1: draw(probs_BV, uniform(seed_B, position_1, stream))
+
+
+def most_likely(probs_BV: Tensor, _: Tensor) -> Tensor:
+    return probs_BV.argmax(-1)
+
+
+def exact_joint() -> Tensor:
+    """Probability [V**L] of each text of L tokens under the target alone."""
+    joint = torch.ones(1, dtype=torch.float64)
+    for table in TARGET_TABLES:
+        joint = (joint.unsqueeze(-1) * table.double()).flatten()
+    return joint / joint.sum()
+
+
+@cache
+def decode_texts(verifier: Verifier, draft: str) -> tuple[Tensor, Tensor]:
+    """Texts [B, L], and how many draft tokens [B] their first step accepted.
+
+    Every step drafts all that is left to L - 1 tokens, so random numbers of cut positions are used a second time.
+    """
+    seed_B = torch.arange(NUM_SEEDS)
+    choose = sample_from(seed_B, STREAM_DRAFT) if draft == "sampled" else most_likely
+    text_BL = torch.zeros(NUM_SEEDS, L, dtype=torch.int64)
+    length_B = torch.zeros_like(seed_B)
+    num_accepted_by_start = []
+    for start in range(L):
+        drafted_BK = extend(DRAFT_TABLES, text_BL[:, :start], choose)
+        num_accepted_B, next_token_B = verifier(
+            along(TARGET_TABLES, drafted_BK)[:, start:],
+            along(DRAFT_TABLES, drafted_BK)[:, start:],
+            drafted_BK[:, start:],
+            torch.full_like(seed_B, K - start),
+            seed_B,
+            torch.full_like(seed_B, POSITION + start),
+        )
+        end_B = start + num_accepted_B
+        longer_BL = torch.nn.functional.pad(drafted_BK, (0, 1))
+        longer_BL = longer_BL.scatter(1, end_B.unsqueeze(1), next_token_B.unsqueeze(1))
+        is_here_B = length_B == start
+        text_BL = torch.where(is_here_B.unsqueeze(1), longer_BL, text_BL)
+        length_B = torch.where(is_here_B, end_B + 1, length_B)
+        num_accepted_by_start.append(num_accepted_B)
+    return text_BL, num_accepted_by_start[0]
+
+
+def excess(observed: Tensor, exact: Tensor) -> float:
+    """How many standard deviations the chi-square statistic of the counts lies above its mean. LIMIT passes."""
+    expected = exact * observed.sum()
+    assert expected.min() >= 5, "the chi-square statistic needs five expected counts in every cell"
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    freedom = len(exact) - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+def text_excess(verifier: Verifier, draft: str) -> float:
+    text_BL, _ = decode_texts(verifier, draft)
+    return excess(torch.bincount(prefix_rows(text_BL), minlength=V**L).double(), exact_joint())
+
+
+def deterministic(target_BLV: Tensor, draft_BKV: Tensor, *rest: Tensor) -> Verification:
+    return verify_deterministic(target_BLV, *rest)
+
+
+def point_mass(target_BLV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, *rest: Tensor) -> Verification:
+    """The sampled verifier told that the drafter was certain."""
+    return verify_sampled(target_BLV, torch.nn.functional.one_hot(drafted_BK, V).float(), drafted_BK, *rest)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "draft"),
+    [
+        (deterministic, "most likely"),
+        (deterministic, "sampled"),  # exact as well: it only accepts less often than it could
+        (point_mass, "most likely"),
+        (verify_sampled, "sampled"),
+    ],
+)
+def test_texts_decoded_with_drafts_follow_the_target_exactly(verifier: Verifier, draft: str) -> None:
+    assert text_excess(verifier, draft) < LIMIT
+
+
+def acceptance_tail(draft: str) -> list[float]:
+    """Exact probability that at least 1, 2, .. K draft tokens are accepted, summed over every possible draft."""
+    drafts_BK = torch.cartesian_prod(*[torch.arange(V)] * K)
+    kept_BKV = along(TARGET_TABLES[:K], drafts_BK).double()
+    if draft == "sampled":
+        kept_BKV = torch.minimum(kept_BKV, along(DRAFT_TABLES, drafts_BK).double())
+    kept_BK = kept_BKV.gather(2, drafts_BK.unsqueeze(2)).squeeze(2)
+    if draft == "most likely":
+        nothing = torch.empty(1, 0, dtype=torch.int64)
+        kept_BK = kept_BK * (drafts_BK == extend(DRAFT_TABLES, nothing, most_likely))
+    # A prefix of length j shows up in V**(K - j) drafts.
+    return [float(kept_BK[:, :j].prod(1).sum()) / V ** (K - j) for j in range(1, K + 1)]
+
+
+@pytest.mark.parametrize(("verifier", "draft"), [(deterministic, "most likely"), (verify_sampled, "sampled")])
+def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution(verifier: Verifier, draft: str) -> None:
+    _, num_accepted_B = decode_texts(verifier, draft)
+    tail = torch.tensor([1.0, *acceptance_tail(draft), 0.0], dtype=torch.float64)
+    assert excess(torch.bincount(num_accepted_B, minlength=L).double(), tail[:-1] - tail[1:]) < LIMIT
+
+
+# --- the same yardstick must refuse verifiers that are wrong
+
+
+def without_subtraction(verifier: Verifier, target_BLV: Tensor, *rest: Tensor) -> Verification:
+    """Recovers from the whole target distribution, as if the rejected token had not had its chance."""
+    num_accepted_B, next_token_B = verifier(target_BLV, *rest)
+    _, _, num_draft_B, seed_B, position_B = rest
+    row_BV = target_BLV[torch.arange(len(seed_B)), num_accepted_B]
+    again_B = draw(row_BV, uniform(seed_B, position_B + num_accepted_B + 999, STREAM_DRAW))
+    return Verification(num_accepted_B, torch.where(num_accepted_B < num_draft_B, again_B, next_token_B))
+
+
+def accept_everything(target_BLV: Tensor, *rest: Tensor) -> Verification:
+    _, _, num_draft_B, seed_B, position_B = rest
+    return Verification(num_draft_B, draw(target_BLV[:, -1], uniform(seed_B, position_B, STREAM_DRAW)))
+
+
+def judge_by_the_next_row(target_BLV: Tensor, *rest: Tensor) -> Verification:
+    return verify_sampled(target_BLV.roll(-1, dims=1), *rest)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "draft"),
+    [
+        (partial(without_subtraction, deterministic), "most likely"),
+        (partial(without_subtraction, verify_sampled), "sampled"),
+        (accept_everything, "sampled"),
+        (judge_by_the_next_row, "sampled"),
+    ],
+    ids=["point mass not removed", "residual not subtracted", "all accepted", "row off by one"],
+)
+def test_wrong_verifiers_are_caught_by_the_distribution_test(verifier: Verifier, draft: str) -> None:
+    assert text_excess(verifier, draft) > 10 * LIMIT, "far beyond chance"
+
+
+# --- what keys by position buy
+
+
+def plain_text(seed_B: Tensor) -> Tensor:
+    nothing = torch.empty(len(seed_B), 0, dtype=torch.int64)
+    return extend(TARGET_TABLES, nothing, sample_from(seed_B, STREAM_DRAW))
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_columns=st.integers(0, K), drafter_seed=st.integers(0, 1000), first_seed=st.integers(0, 2**62))
+def test_seeded_text_is_the_plain_one_for_any_drafts_and_any_k(
+    num_columns: int, drafter_seed: int, first_seed: int
+) -> None:
+    seed_B = first_seed + torch.arange(64)
+    generator = torch.Generator().manual_seed(drafter_seed)
+    plain_BL = plain_text(seed_B)
+    drafted_BK = torch.randint(0, V, (64, num_columns), generator=generator)
+    is_helped_BK = torch.rand(64, num_columns, generator=generator) < 0.7
+    drafted_BK = torch.where(is_helped_BK, plain_BL[:, :num_columns], drafted_BK)
+    num_draft_B = torch.randint(0, num_columns + 1, (64,), generator=generator)
+    target_BLV = along(TARGET_TABLES[: num_columns + 1], drafted_BK)
+    position_B = torch.full_like(seed_B, POSITION)
+    result = verify_deterministic(target_BLV, drafted_BK, num_draft_B, seed_B, position_B)
+    for row, (num_accepted, next_token) in enumerate(zip(*as_lists(result), strict=True)):
+        emitted = [*drafted_BK[row, :num_accepted].tolist(), next_token]
+        assert emitted == plain_BL[row, : num_accepted + 1].tolist()
+
+
+def random_step(batch_size: int) -> tuple[Tensor, ...]:
+    """Arguments of a sampled verification: ragged, with likely draft tokens so that some are accepted."""
+    target_BLV = random_probs(batch_size, L, V, seed=1, sharpness=2.0)
+    draft_BKV = random_probs(batch_size, K, V, seed=2, sharpness=0.5)
+    row_B = torch.arange(batch_size)
+    return target_BLV, draft_BKV, target_BLV[:, :K].argmax(-1), row_B % L, 7 * row_B, row_B + 3
+
+
+def test_a_request_is_verified_the_same_alone_and_in_a_batch() -> None:
+    arguments = random_step(40)
+    for verifier in (deterministic, verify_sampled):
+        together = verifier(*arguments)
+        for row in range(40):
+            alone = verifier(*(part[row : row + 1] for part in arguments))
+            assert as_lists(alone) == ([together[0][row].item()], [together[1][row].item()])
+
+
+def test_a_bonus_token_is_the_plain_draw_of_its_position() -> None:
+    seed_B = torch.arange(500)
+    target_BLV = TARGET_TABLES[0].expand(500, 1, V)
+    nothing = torch.empty(500, 0, dtype=torch.int64)
+    arguments = (nothing, torch.zeros_like(seed_B), seed_B, torch.full_like(seed_B, POSITION))
+    bonus_B = verify_sampled(target_BLV, torch.empty(500, 0, V), *arguments).next_token_B
+    assert torch.equal(bonus_B, plain_text(seed_B)[:, 0])
+
+
+# --- where it runs
+
+
+@pytest.mark.parametrize("num_columns", [0, K])
+def test_verification_never_looks_at_a_value_on_the_host(num_columns: int) -> None:
+    """Tensors on the meta device have no values: reading one, or a shape that depends on one, raises."""
+    target_BLV = torch.empty(2, num_columns + 1, V, device="meta")
+    draft_BKV = torch.empty(2, num_columns, V, device="meta")
+    drafted_BK = torch.empty(2, num_columns, dtype=torch.int64, device="meta")
+    keys = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(3)]
+    for result in (
+        verify_greedy(target_BLV, drafted_BK, keys[0]),
+        verify_deterministic(target_BLV, drafted_BK, *keys),
+        verify_sampled(target_BLV, draft_BKV, drafted_BK, *keys),
+    ):
+        assert all(part.shape == (2,) and part.is_meta for part in result)
+
+
+@pytest.mark.gpu
+def test_verification_is_captured_in_a_cuda_graph_and_equals_the_cpu() -> None:
+    def all_three(*arguments: Tensor) -> list[Verification]:
+        greedy = verify_greedy(arguments[0], *arguments[2:4])
+        return [greedy, deterministic(*arguments), verify_sampled(*arguments)]
+
+    on_cpu = random_step(1000)
+    on_gpu = [part.cuda() for part in on_cpu]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        all_three(*on_gpu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_three(*on_gpu)
+    graph.replay()
+    for actual, expected in zip(captured, all_three(*on_cpu), strict=True):
+        assert as_lists(actual) == as_lists(expected)

