@@ -205,6 +205,12 @@ def test_top_p_is_measured_on_what_top_k_left() -> None:
     assert (target_probs(logits_BV, 1.0, 0, 0.55, 0.0) > 0).tolist() == [[True, True, False, False]]
 
 
+def test_an_unrestricted_request_keeps_tokens_too_rare_to_move_the_cumulative_sum() -> None:
+    logits_BV = torch.tensor([[0.0, -45.0]])
+    unrestricted = target_probs(logits_BV, torch.ones(1), int64(0), torch.ones(1), torch.zeros(1))
+    assert unrestricted[0, 1] > 0, "exp(-45) is far below the spacing of float64 at 1"
+
+
 def test_tokens_masked_with_minus_infinity_stay_at_zero() -> None:
     logits_BV = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0]])
     assert target_probs(logits_BV, 1.0, 3, 0.99, 0.01).tolist() == [[0.0, 0.5, 0.0, 0.5]]

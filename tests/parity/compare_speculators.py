@@ -253,4 +253,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from peagle.errors import PeagleError
+
+    try:
+        sys.exit(main())
+    except PeagleError as error:
+        sys.exit(f"error: {error}")

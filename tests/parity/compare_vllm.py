@@ -376,4 +376,9 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from peagle.errors import PeagleError
+
+    try:
+        sys.exit(main())
+    except PeagleError as error:
+        sys.exit(f"error: {error}")

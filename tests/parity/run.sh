@@ -4,7 +4,7 @@
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
 #
 # Without arguments the embedded target and the drafter shipped for it are judged. The environments are made inside the
-# checkout when they are absent or were made from other pins (a few minutes, 3.4 GB); PEAGLE_VLLM_VENV and
+# checkout when they are absent or were made from other pins (about five minutes, 5 GB); PEAGLE_VLLM_VENV and
 # PEAGLE_SPECULATORS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
 # Exit status 0 only when every comparison holds. What was found is written to runs/parity/*.json.
 set -euo pipefail

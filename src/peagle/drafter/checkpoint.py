@@ -45,6 +45,8 @@ def save_drafter(
             table = drafter.embedding_VD.detach().clone()
             table[drafter.config.mask_token_id] = tensors.pop("mask_embedding").to(table.dtype)
             tensors["embed_tokens.weight"] = table
+    if full and drafter.config.head == "shared" and drafter.config.draft_vocab_size < drafter.config.vocab_size:
+        tensors["lm_head.weight"] = drafter.head_VD  # engines can share the target's whole head, not rows of it
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in tensors.items()

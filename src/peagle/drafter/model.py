@@ -133,7 +133,8 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self._target_embedding, self._target_head = target_embedding, target_head
+        # Plain tensors, not parameters: they are the target's and must not appear in the state dict.
+        self._target_embedding, self._target_head = target_embedding.detach(), target_head.detach()
         self.rotary = LlamaRotaryEmbedding(_rotary_config(config))
 
     @property

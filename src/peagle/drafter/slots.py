@@ -66,7 +66,7 @@ class Slots(NamedTuple):
         return Slots(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
 
     def to(self, device: torch.device) -> "Slots":
-        return Slots(*(part.to(device, non_blocking=True) for part in self))
+        return Slots(*(part.to(device) for part in self))
 
 
 def context_slots(num_anchors: int, device: torch.device | None = None) -> Slots:

@@ -34,7 +34,13 @@ class Batch(NamedTuple):
     num_labels: int
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(part if isinstance(part, int) else part.to(device) for part in self))
+        """A copy on `device`; towards a GPU through pinned memory, so that the host does not wait for it."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+        tensors = {name: move(part) for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(slots=Slots(*map(move, self.slots)), **tensors)
 
 
 def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int) -> list[int]:

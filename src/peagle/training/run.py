@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
 def _card(
     target: HFTarget, drafter: Drafter, config: TrainConfig, data: ConversationSet, result: ReplayResult | None
 ) -> DrafterCard:
-    settings = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if not isinstance(value, Path)}
     is_cuda = target.device.type == "cuda"
     return DrafterCard(
         target=TargetIdentity.of(target),
@@ -87,7 +88,7 @@ def _card(
             "num_answer_tokens": data.num_answer_tokens,
         },
         acceptance={} if result is None else {"held_out_replay": _replay_record(result)},
-        training={key: str(value) if hasattr(value, "parts") else value for key, value in settings.items()}
+        training=settings
         | ({"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if is_cuda else {}),
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
     )

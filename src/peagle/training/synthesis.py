@@ -45,8 +45,6 @@ class Job:
 class SynthesisConfig:
     """How the target's own text is made."""
 
-    num_seats: int = 1024
-    max_length: int = 512
     answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     """each answer draws one of these"""
     question_temperature: float = 0.9
@@ -204,14 +202,18 @@ def attend_in_seats(
 
 
 def synthesize(
-    target: HFTarget, config: SynthesisConfig, given_prompts: list[str], seconds: float, counts: SynthesisCounts
+    generator: SeatedGenerator,
+    config: SynthesisConfig,
+    given_prompts: list[str],
+    seconds: float,
+    counts: SynthesisCounts,
 ) -> Iterator[dict[str, Any]]:
     """Yield rows {prompt_ids, answer_ids, temperature} for about `seconds`; `counts` is kept up to date.
 
     Questions that are empty, cut or repeated are dropped, and so are answers of a few tokens.
     """
     chance = random.Random(config.seed)
-    tokenizer = target.tokenizer
+    target, tokenizer = generator.target, generator.target.tokenizer
     openings = [_user_turn_opening(tokenizer, prompt) for prompt in config.system_prompts]
     questions: deque[str] = deque()
     given = deque(chance.sample(given_prompts, len(given_prompts)))
@@ -226,31 +228,36 @@ def synthesize(
             opening = chance.choice(openings)
             return Job(opening, config.question_temperature, config.max_question_tokens, tag="question")
         message = {"role": "user", "content": question or questions.popleft()}
-        prompt_ids = render_chat(tokenizer, [message])[: config.max_length // 2]
-        return Job(prompt_ids, chance.choice(config.answer_temperatures), config.max_length, tag="answer")
+        prompt_ids = render_chat(tokenizer, [message])[: generator.max_length // 2]
+        return Job(prompt_ids, chance.choice(config.answer_temperatures), generator.max_length, tag="answer")
 
-    generator = SeatedGenerator(target, config.num_seats, config.max_length)
-    try:
-        for job, tokens in generator.run(next_job):
-            is_ended = tokens[-1] in target.eos_token_ids
-            if job.tag == "question":
-                text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip()
-                if not is_ended or len(text) < SHORTEST_QUESTION:
-                    counts.dropped["question"] += 1
-                elif text in seen:
-                    counts.dropped["repeated"] += 1
-                else:
-                    seen.add(text)
-                    questions.append(text)
-                    counts.questions += 1
-            elif len(tokens) < SHORTEST_ANSWER:
-                counts.dropped["answer"] += 1
+    for job, tokens in generator.run(next_job):
+        is_ended = tokens[-1] in target.eos_token_ids
+        if job.tag == "question":
+            text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip()
+            if not is_ended or len(text) < SHORTEST_QUESTION:
+                counts.dropped["question"] += 1
+            elif text in seen:
+                counts.dropped["repeated"] += 1
             else:
-                counts.answers += 1
-                counts.answer_tokens += len(tokens)
-                yield {"prompt_ids": job.prompt_ids, "answer_ids": tokens, "temperature": job.temperature}
-    finally:
-        generator.close()
+                seen.add(text)
+                questions.append(text)
+                counts.questions += 1
+        elif len(tokens) < SHORTEST_ANSWER:
+            counts.dropped["answer"] += 1
+        else:
+            counts.answers += 1
+            counts.answer_tokens += len(tokens)
+            yield {"prompt_ids": job.prompt_ids, "answer_ids": tokens, "temperature": job.temperature}
+
+
+def answer_greedily(
+    generator: SeatedGenerator, prompts: list[list[int]], max_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield rows of the target's greedy answers to rendered prompts, as replay wants them, in no fixed order."""
+    jobs = iter([Job(prompt_ids, 0.0, max_tokens) for prompt_ids in prompts])
+    for job, tokens in generator.run(lambda: next(jobs, None)):
+        yield {"prompt_ids": job.prompt_ids, "answer_ids": tokens, "temperature": 0.0}
 
 
 def _user_turn_opening(tokenizer: Any, system_prompt: str) -> list[int]:
