@@ -194,9 +194,9 @@ class OurSide:
         steps = []
         num_draft_tokens = self.num_draft_tokens
         for step in decode(self.target, prompt_ids, params, drafter=self.drafter, num_draft_tokens=num_draft_tokens):
-            output_ids.extend(step.tokens)
-            if step.draft_tokens:
-                steps.append(VerifiedStep(tuple(step.draft_tokens), step.num_accepted, tuple(step.draft_gaps)))
+            output_ids.extend(step.token_ids)
+            if step.draft_token_ids:
+                steps.append(VerifiedStep(step.draft_token_ids, step.num_accepted, tuple(step.draft_gaps)))
         return output_ids, steps
 
     def target_gaps(self, prompt_ids: list[int], output_ids: list[int]) -> Callable[[int], float]:

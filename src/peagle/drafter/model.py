@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.drafting import DraftingSession
 
 KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
 
@@ -190,6 +191,13 @@ class Drafter(nn.Module):
     def logits(self, normed_BSD: Tensor) -> Tensor:
         """Logits over the draft vocabulary; `to_target_ids` turns its ids into the target's."""
         return functional.linear(normed_BSD, self.head_VD.to(normed_BSD.dtype))
+
+    def new_session(self) -> DraftingSession:
+        """Drafting for one request."""
+        return DraftingSession(self)
+
+    def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
+        self.config.check_num_draft_tokens(num_draft_tokens)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         if self.config.draft_vocab_size == self.config.vocab_size:

@@ -1,0 +1,191 @@
+"""The slow, obvious decoder: one request, plain or with drafts, over a key-value cache.
+
+Every faster path is compared with this one, and this one with `transformers.generate`. A step is
+
+    draft     the drafter reads the newest tokens with the target's states and proposes K more
+    verify    the target runs the newest token and the K drafts in one forward
+    commit    accepted drafts and one further token join the text; both caches are cut back to it
+
+so what is emitted is always the target's own choice, whatever the drafter says.
+
+Shapes: K draft tokens, L = K + 1, V vocabulary, A concatenated aux width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.decoding.sampling import STREAM_DRAFT, draw, target_probs, uniform
+from peagle.decoding.stopping import FinishReason, StopCheck
+from peagle.decoding.verify import verify_deterministic, verify_greedy, verify_sampled
+from peagle.errors import RequestError
+from peagle.sampling_params import SamplingParams
+from peagle.tokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from peagle.drafter.drafting import Draft, DraftingSession
+    from peagle.targets.hf import HFTarget
+
+TokenKind = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
+
+
+class StartsDrafting(Protocol):
+    """What the decoder asks of a drafter."""
+
+    def check_num_draft_tokens(self, num_draft_tokens: int) -> None: ...
+
+    def new_session(self) -> "DraftingSession": ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one target forward emitted, cut where the answer ends."""
+
+    token_ids: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+    text: str
+    """text that became certain"""
+    draft_token_ids: tuple[int, ...] = ()
+    draft_gaps: tuple[float, ...] = ()
+    """how sure the drafter was: its top-two logit gap at each draft token"""
+    num_accepted: int = 0
+    """draft tokens the target keeps, those beyond the end of the answer included, as vLLM counts them"""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_accepted_emitted(self) -> int:
+        return self.kinds.count("accepted")
+
+
+def decode(
+    target: "HFTarget",
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    drafter: StartsDrafting | None = None,
+    num_draft_tokens: int = 0,
+    sample_drafts: bool = False,
+) -> Iterator[Step]:
+    """Answer one prompt, a step at a time; closing the iterator ends the request.
+
+    Without a drafter, or with `num_draft_tokens` 0, every step emits one token. `sample_drafts` draws the drafts from
+    the drafter's distribution instead of taking its likeliest tokens; the answer's distribution is the same.
+    """
+    check_prompt(target, prompt_ids)
+    request = _Request(target, list(prompt_ids), params, sample_drafts and not params.is_greedy)
+    if drafter is None or num_draft_tokens == 0:
+        return request.run(None, 0)
+    drafter.check_num_draft_tokens(num_draft_tokens)
+    return request.run(drafter.new_session(), num_draft_tokens)
+
+
+def check_prompt(target: "HFTarget", prompt_ids: Sequence[int]) -> None:
+    if not prompt_ids:
+        raise RequestError("the prompt is empty", hint="give at least one token of text")
+    if len(prompt_ids) >= target.max_length:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens, but target {target.name!r} holds {target.max_length} "
+            "with the answer",
+            hint="shorten the prompt",
+        )
+    if max(prompt_ids) >= target.vocab_size or min(prompt_ids) < 0:
+        raise RequestError(f"prompt token ids must lie between 0 and {target.vocab_size - 1}")
+
+
+class _Request:
+    def __init__(
+        self, target: "HFTarget", token_ids: list[int], params: SamplingParams, sample_drafts: bool
+    ) -> None:
+        self.target, self.token_ids, self.params, self.sample_drafts = target, token_ids, params, sample_drafts
+        detokenizer = IncrementalDetokenizer(target.tokenizer)
+        self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
+
+    @torch.no_grad()
+    def run(self, session: "DraftingSession | None", num_draft_tokens: int) -> Iterator[Step]:
+        cache = self.target.new_cache()
+        output = self.target.forward(self._tensor(self.token_ids)[None], cache)
+        _, next_token = self._decide(output.logits_BTV[0, -1:], None)
+        yield (step := self._commit((next_token,), ("prefill",)))
+        known_aux_TA = output.aux_hidden_BTA[0]
+        while step.finish_reason is None:
+            draft = None
+            # Near the end of the context there may be no room left to verify a whole draft.
+            num_drafts = min(num_draft_tokens, self.target.max_length - len(self.token_ids))
+            if session is not None and num_drafts > 0:
+                draft = self._draft(session, known_aux_TA, num_drafts)
+            draft_token_ids = draft.token_ids if draft else ()
+            row = self._tensor([self.token_ids[-1], *draft_token_ids])
+            output = self.target.forward(row[None], cache)
+            num_accepted, next_token = self._decide(output.logits_BTV[0], draft)
+            if num_accepted < len(draft_token_ids):
+                cache.crop(num_accepted - len(draft_token_ids))
+            known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]
+            last: TokenKind = "bonus" if num_accepted == len(draft_token_ids) else "recovered"
+            step = self._commit(
+                (*draft_token_ids[:num_accepted], next_token),
+                (*["accepted"] * num_accepted, last if draft else "plain"),
+                draft,
+                num_accepted,
+            )
+            yield step
+
+    def _draft(self, session: "DraftingSession", aux_hidden_TA: Tensor, num_draft_tokens: int) -> "Draft":
+        newest = self.token_ids[session.num_anchors :]
+        if not self.sample_drafts:
+            return session.draft(newest, aux_hidden_TA, num_draft_tokens)
+
+        def choose(probs_KU: Tensor, position: int) -> Tensor:
+            positions_K = torch.arange(position, position + len(probs_KU), device=probs_KU.device)
+            return draw(probs_KU, uniform(self._tensor([self.params.seed]), positions_K, STREAM_DRAFT))
+
+        return session.draft(newest, aux_hidden_TA, num_draft_tokens, choose, self.params.temperature)
+
+    def _decide(self, logits_LV: Tensor, draft: "Draft | None") -> tuple[int, int]:
+        """How many draft tokens are accepted, and the token after them."""
+        params = self.params
+        draft_token_ids = draft.token_ids if draft else ()
+        drafts = (self._tensor(draft_token_ids)[None], self._tensor([len(draft_token_ids)]))
+        if params.is_greedy:
+            result = verify_greedy(logits_LV[None], *drafts)
+        else:
+            probs_BLV = target_probs(
+                logits_LV[None], params.temperature, params.top_k, params.top_p, params.min_p
+            )
+            key = (self._tensor([params.seed]), self._tensor([len(self.token_ids)]))
+            if draft is not None and draft.probs_KV is not None:
+                result = verify_sampled(probs_BLV, draft.probs_KV[None], *drafts, *key)
+            else:
+                result = verify_deterministic(probs_BLV, *drafts, *key)
+        return int(result.num_accepted_B), int(result.next_token_B)
+
+    def _commit(
+        self,
+        token_ids: tuple[int, ...],
+        kinds: tuple[TokenKind, ...],
+        draft: "Draft | None" = None,
+        num_accepted: int = 0,
+    ) -> Step:
+        """Append the tokens up to the end of the answer, if it lies among them."""
+        text, finish_reason, num_kept = "", None, 0
+        for token_id in token_ids:
+            num_kept += 1
+            new_text, finish_reason = self.stop_check.add(token_id)
+            text += new_text
+            if finish_reason is not None:
+                break
+        self.token_ids.extend(token_ids[:num_kept])
+        return Step(
+            token_ids[:num_kept],
+            kinds[:num_kept],
+            text,
+            draft.token_ids if draft else (),
+            draft.gaps if draft else (),
+            num_accepted,
+            finish_reason,
+        )
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.target.device)

@@ -1,0 +1,54 @@
+"""Where an answer ends: end tokens, stop strings, the token limit, each exact to the token even inside a draft."""
+
+from typing import Literal
+
+from peagle.sampling_params import SamplingParams
+from peagle.tokenizer import IncrementalDetokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+class StopCheck:
+    """Follows one answer token by token; text that may yet turn into a stop string is held back.
+
+    `max_length` is the most tokens the text may have in all, `num_prompt_tokens` of which are there already.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        detokenizer: IncrementalDetokenizer,
+        eos_token_ids: frozenset[int],
+        num_prompt_tokens: int,
+        max_length: int,
+    ) -> None:
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._stop = params.stop
+        self._num_left = min(params.max_tokens, max_length - num_prompt_tokens)
+        self._detokenizer = detokenizer
+        self._held = ""
+
+    def add(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Text that became certain with this token, and why the answer ends here, if it does.
+
+        A stop string is not part of the text, whatever token it ends in; an end token is not either.
+        """
+        self._num_left -= 1
+        is_stop_token = token_id in self._stop_ids
+        if not is_stop_token:
+            self._held += self._detokenizer.add([token_id])
+            found = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
+            if found:
+                return self._held[: min(found)], "stop"
+        if is_stop_token or self._num_left == 0:
+            return self._held + self._detokenizer.finish(), "stop" if is_stop_token else "length"
+        num_certain = len(self._held) - self._num_undecided()
+        certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        return certain, None
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the held text that some stop string begins with."""
+        for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
