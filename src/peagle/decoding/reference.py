@@ -46,14 +46,18 @@ class Step:
 
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
-    text: str
-    """text that became certain"""
+    texts: tuple[str, ...]
+    """for each token, the text that became certain with it"""
     draft_token_ids: tuple[int, ...] = ()
     draft_gaps: tuple[float, ...] = ()
     """how sure the drafter was: its top-two logit gap at each draft token"""
     num_accepted: int = 0
     """draft tokens the target keeps, those beyond the end of the answer included, as vLLM counts them"""
     finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     @property
     def num_accepted_emitted(self) -> int:
@@ -169,18 +173,18 @@ class _Request:
         num_accepted: int = 0,
     ) -> Step:
         """Append the tokens up to the end of the answer, if it lies among them."""
-        text, finish_reason, num_kept = "", None, 0
+        texts: list[str] = []
+        finish_reason: FinishReason | None = None
         for token_id in token_ids:
-            num_kept += 1
-            new_text, finish_reason = self.stop_check.add(token_id)
-            text += new_text
+            text, finish_reason = self.stop_check.add(token_id)
+            texts.append(text)
             if finish_reason is not None:
                 break
-        self.token_ids.extend(token_ids[:num_kept])
+        self.token_ids.extend(token_ids[: len(texts)])
         return Step(
-            token_ids[:num_kept],
-            kinds[:num_kept],
-            text,
+            token_ids[: len(texts)],
+            kinds[: len(texts)],
+            tuple(texts),
             draft.token_ids if draft else (),
             draft.gaps if draft else (),
             num_accepted,

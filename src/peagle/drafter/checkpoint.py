@@ -69,7 +69,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     None loads the drafter that ships for the target. A drafter whose card names other weights, another tokenizer or
     another chat template is refused unless `allow_mismatch`.
     """
-    directory = _directory(path, target)
+    directory = drafter_directory(path, target)
     card = read_card(directory)
     if card is not None:
         _check_card(card, target, directory, allow_mismatch)
@@ -82,7 +82,8 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
-def _directory(path: Path | str | None, target: "HFTarget") -> Path:
+def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
+    """The directory meant by `path`, None being the shipped one; refused where it is no drafter directory."""
     if path is None:
         if target.shipped_drafter is None:
             raise CheckpointError(

@@ -98,6 +98,12 @@ class HFTarget:
             aux_hidden_BTA = torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
         return TargetOutput(output.logits, aux_hidden_BTA)
 
+    def top_two_gap(self, token_ids: list[int]) -> float:
+        """How far the likeliest next token's logit is above the second's, after `token_ids`."""
+        logits_V = self.forward(torch.tensor([token_ids], device=self.device)).logits_BTV[0, -1]
+        first, second = logits_V.float().topk(2).values.tolist()
+        return float(first - second)
+
     def fingerprint(self) -> str:
         """A hash that tells these weights from others, the same in every precision they are loaded in.
 

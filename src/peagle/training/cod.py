@@ -6,6 +6,8 @@ because the deeper slot attends to them. Every anchor keeps depth 0, the context
 Shapes: B rows, T anchors.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ def max_depths(loss_mask_BT: Tensor, num_draft_tokens: int) -> Tensor:
     """How many depths of each anchor have a label the drafter will be asked for when it serves.
 
     Anchor a is drafted from once the target has emitted token a + 1, so that token must be part of an answer, and
-    the labels a + 2, a + 3, ... count as long as the same answer goes on. Columns are the anchors 0 .. T - 3.
+    the labels a + 2, a + 3, ... count as long as the same answer goes on. Columns are the anchors 0 .. T - 3, so T
+    must be at least 3.
     """
     num_rows, num_tokens = loss_mask_BT.shape
     depths_BT = torch.zeros(num_rows, num_tokens - 2, dtype=torch.long)
@@ -45,7 +48,8 @@ def sample_depths(
     num_eligible_B1 = is_eligible_BT.sum(1, keepdim=True)
     depths_BT = torch.ones_like(max_depths_BT)
     for depth in range(1, num_draft_tokens):
-        num_kept_B1 = (num_eligible_B1 * max(retention**depth, retention_floor)).ceil()
+        # In double precision, like `max_num_slots`, whose bound a rounding of this product would break.
+        num_kept_B1 = (num_eligible_B1.double() * max(retention**depth, retention_floor)).ceil()
         depths_BT += (rank_BT < num_kept_B1) & (max_depths_BT > depth)
     return depths_BT
 
@@ -53,4 +57,4 @@ def sample_depths(
 def max_num_slots(num_anchors: int, num_draft_tokens: int, retention: float, retention_floor: float) -> int:
     """The most slots a row of `num_anchors` anchors can have, so that all batches share one shape."""
     shares = (max(retention**depth, retention_floor) for depth in range(1, num_draft_tokens))
-    return num_anchors + sum(int(num_anchors * share) + 1 for share in shares)
+    return num_anchors + sum(math.ceil(num_anchors * share) for share in shares)

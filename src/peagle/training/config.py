@@ -1,10 +1,11 @@
 """Settings of a training run. Plain data; the command line and TOML recipes are made from it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,34 @@ class TrainConfig:
         for name in ("num_layers", "num_draft_tokens", "batch_size", "num_steps", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "seed", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("learning_rate", "max_gradient_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}",
+                    hint=nearest(str(getattr(self, name)), choices),
+                )
         if not 0 < self.retention <= 1 or not 0 <= self.retention_floor <= 1:
             raise ConfigError(
                 f"retention must be above 0 and at most 1 and retention_floor between 0 and 1, "
                 f"got {self.retention} and {self.retention_floor}"
             )
+        if not 0 <= self.min_learning_rate_ratio <= 1:
+            raise ConfigError(f"min_learning_rate_ratio must be between 0 and 1, got {self.min_learning_rate_ratio}")
+        if self.aux_layer_ids is not None and not self.aux_layer_ids:
+            raise ConfigError("aux_layer_ids is empty", hint="leave it out to read layers 2, L/2 and L-3")
         if self.max_length < self.num_draft_tokens + 3:
             raise ConfigError(
                 f"max_length {self.max_length} leaves no room for {self.num_draft_tokens} draft tokens",
                 hint=f"use at least {self.num_draft_tokens + 3}",
             )
-        if self.learning_rate <= 0:
-            raise ConfigError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(TrainConfig).items() if get_origin(hint) is Literal
+}

@@ -5,7 +5,6 @@ Shapes: N slots with a label, V target vocabulary, U draft vocabulary.
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,5 +29,8 @@ def slot_losses(
     if kind == "ce":
         return functional.nll_loss(draft_log_probs_NU, target_logits_NU.argmax(-1), reduction="none"), is_correct_N
     target_log_probs_NU = functional.log_softmax(target_logits_NU.float(), dim=-1)
-    divergence_NU = target_log_probs_NU.exp() * (target_log_probs_NU - draft_log_probs_NU)
-    return torch.nan_to_num(divergence_NU, nan=0.0).sum(-1), is_correct_N
+    target_probs_NU = target_log_probs_NU.exp()
+    divergence_NU = target_probs_NU * (target_log_probs_NU - draft_log_probs_NU)
+    # A token the target rules out weighs nothing (0 * -inf is not a number); a NaN of the drafter's must stay one.
+    is_ruled_out_NU = (target_probs_NU == 0) & ~draft_log_probs_NU.isnan()
+    return divergence_NU.masked_fill(is_ruled_out_NU, 0.0).sum(-1), is_correct_N
