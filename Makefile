@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## answer one prompt with and without the shipped drafter and compare
-	$(BIN)/peagle generate --compare "$(DEMO_PROMPT)"
+	$(BIN)/peagle generate --compare --dtype float32 "$(DEMO_PROMPT)"
 
 test: $(STAMP)  ## run the CPU tests
 	$(BIN)/python -m pytest

@@ -12,7 +12,7 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ NUM_HELD_OUT = 96  # greedy answers of the synthesis kept aside to watch the tra
 SECONDS_BETWEEN_REPORTS = 20
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=["synthesize", "answer", "train", "replay"])
     parser.add_argument("--work", type=Path, required=True, help="directory of the run's files")
@@ -52,20 +52,19 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--retention", type=float, default=0.8)
     parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--init", default="target")
+    parser.add_argument("--init", default="target", choices=["target", "random"])
     parser.add_argument("--output", default="drafter", help="name of the drafter's directory inside --work")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level="INFO", format="%(message)s")
     logging.getLogger("httpx").setLevel("WARNING")
     arguments.work.mkdir(parents=True, exist_ok=True)
     target = load_target(arguments.target)
     if {"synthesize", "answer"} & set(arguments.stages):
-        generator = SeatedGenerator(target, arguments.num_seats, arguments.max_length)
-        if "synthesize" in arguments.stages:
-            write_training_text(generator, arguments)
-        if "answer" in arguments.stages:
-            write_answers(generator, arguments)
-        generator.close()
+        with SeatedGenerator(target, arguments.num_seats, arguments.max_length) as generator:
+            if "synthesize" in arguments.stages:
+                write_training_text(generator, arguments)
+            if "answer" in arguments.stages:
+                write_answers(generator, arguments)
     if "train" in arguments.stages:
         train(target, arguments)
     if "replay" in arguments.stages:
@@ -73,7 +72,8 @@ def main() -> None:
 
 
 def write_training_text(generator: SeatedGenerator, arguments: argparse.Namespace) -> None:
-    given = [message["content"] for path in arguments.given for prompt in read_prompts(path) for message in prompt.messages]
+    prompts = [prompt for path in arguments.given for prompt in read_prompts(path)]
+    given = [str(message["content"]) for prompt in prompts for message in prompt.messages if message["role"] == "user"]
     counts, started, reported = SynthesisCounts(), time.monotonic(), 0.0
     num_held_out = 0
     with (arguments.work / "train.jsonl").open("w") as kept, (arguments.work / "held_out.jsonl").open("w") as aside:
@@ -114,17 +114,24 @@ def train(target: HFTarget, arguments: argparse.Namespace) -> None:
         log_every=50,
         save_every=1000,
     )
-    train_drafter(target, config, lambda step, metrics: metrics and print(json.dumps(metrics), flush=True))
+    train_drafter(target, config, print_metrics)
+
+
+def print_metrics(step: int, metrics: dict[str, Any] | None) -> None:
+    if metrics is not None:
+        print(json.dumps(metrics), flush=True)
 
 
 def replay_sets(target: HFTarget, arguments: argparse.Namespace) -> None:
     drafter = load_drafter(arguments.work / arguments.output, target)
-    for path in sorted(arguments.work.glob("answers-*.jsonl")) + [arguments.work / "held_out.jsonl"]:
-        rows = read_conversations(path, target.tokenizer, max_length=target.max_length).conversations
+    for path in [*sorted(arguments.work.glob("answers-*.jsonl")), arguments.work / "held_out.jsonl"]:
+        limits = {"max_length": target.max_length, "vocab_size": target.vocab_size}
+        rows = read_conversations(path, target.tokenizer, **limits).conversations
         for num_draft_tokens in (3, 5, 7):
             result = replay(target, drafter, rows, num_draft_tokens)
             shares = " ".join(f"{share:.3f}" for share in result.per_position)
-            print(f"{path.stem} K={num_draft_tokens} AL={result.acceptance_length:.3f} per position {shares}", flush=True)
+            name = f"{path.stem} K={num_draft_tokens}"
+            print(f"{name} AL={result.acceptance_length:.3f} per position {shares}", flush=True)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

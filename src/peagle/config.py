@@ -14,12 +14,15 @@ from peagle.errors import ConfigError, nearest
 T = TypeVar("T")
 
 
-def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+def from_mapping(
+    kind: type[T], values: Mapping[str, Any], where: str, *, absent: Mapping[str, Any] = types.MappingProxyType({})
+) -> T:
     """Build dataclass `kind` from `values`; nested dataclasses take nested mappings.
 
     `where` is the dotted path or file name used in messages. An unknown key is refused with the nearest known one,
     and so is a value of another type than the field's. Only what a file cannot write is converted: text to a path, a
-    list to a tuple, a whole number to a float.
+    list to a tuple, a whole number to a float. `absent` has values, taken as they are, for required keys that may be
+    left out.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
     hints = typing.get_type_hints(kind)
@@ -28,6 +31,7 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         if key not in fields:
             raise ConfigError(f"{where}: unknown key {key!r}", hint=nearest(key, fields))
         arguments[key] = _converted(hints[key], value, f"{where}.{key}")
+    arguments = {**absent, **arguments}
     for name, field in fields.items():
         has_default = not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
         if name not in arguments and not has_default:
@@ -38,8 +42,8 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
 
 
-def from_toml(kind: type[T], path: Path) -> T:
-    """Read dataclass `kind` from a TOML recipe."""
+def from_toml(kind: type[T], path: Path, *, absent: Mapping[str, Any] = types.MappingProxyType({})) -> T:
+    """Read dataclass `kind` from a TOML recipe; `absent` as for `from_mapping`."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -48,7 +52,7 @@ def from_toml(kind: type[T], path: Path) -> T:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="give the path of a file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_mapping(kind, values, str(path))
+    return from_mapping(kind, values, str(path), absent=absent)
 
 
 def _converted(kind: Any, value: Any, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ PACKAGES = ("peagle", "torch", "transformers", "safetensors", "numpy")
 def provenance(accelerator: str | None = None) -> dict[str, Any]:
     """A JSON-ready record of this process. `accelerator` names the GPU that was used, if any."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "python": platform.python_version(),

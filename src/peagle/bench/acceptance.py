@@ -7,14 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench.workloads import Prompt
 from peagle.decoding.acceptance import Acceptance
+from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.drafter.model import Drafter
+    from peagle.decoding.reference import StartsDrafting
     from peagle.targets.hf import HFTarget
 
 NEAR_TIE = 1e-3
 """A top-two logit gap of the target below which two ways of computing the same logits may choose differently."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two answers to one prompt part."""
+
+    token: int
+    """index of the first answer token that differs"""
+    target_gap: float | None
+    """how far the target's two best logits are apart there; None for sampled answers, of which it says little"""
+
+    @property
+    def is_near_tie(self) -> bool:
+        return self.target_gap is not None and self.target_gap < NEAR_TIE
+
+
+def first_divergence(
+    target: "HFTarget", prompt_ids: Sequence[int], plain: Sequence[int], drafted: Sequence[int], params: SamplingParams
+) -> Divergence | None:
+    """Where the answer with drafts leaves the plain one; None when they are the same.
+
+    With exact arithmetic there is no such place, and in low precision it must sit at a near tie of the target's own.
+    """
+    if list(plain) == list(drafted):
+        return None
+    pairs = zip(plain, drafted, strict=False)
+    token = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(plain), len(drafted)))
+    gap = target.top_two_gap([*prompt_ids, *plain[:token]]) if params.is_greedy else None
+    return Divergence(token, gap)
 
 
 @dataclass
@@ -25,12 +55,16 @@ class Evaluation:
     acceptance: Acceptance
     num_prompts: int = 0
     num_compared: int = 0
-    num_identical: int = 0
-    divergences: list[dict[str, Any]] = field(default_factory=list)
+    divergences: list[tuple[str, Divergence]] = field(default_factory=list)
+    """with the ids of the prompts, which a file may give twice"""
     num_tokens: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
     plain_tokens: int = 0
+
+    @property
+    def num_identical(self) -> int:
+        return self.num_compared - len(self.divergences)
 
     def report(self) -> dict[str, Any]:
         """A JSON-ready summary. `identical_to_plain` is None when plain decoding was not run."""
@@ -43,11 +77,18 @@ class Evaluation:
             "num_prompts": self.num_prompts,
             "num_tokens": self.num_tokens,
             "num_draft_tokens": self.num_draft_tokens,
-            "identical_to_plain": self.num_identical == self.num_compared if self.num_compared else None,
+            "identical_to_plain": not self.divergences if self.num_compared else None,
             "num_identical": self.num_identical,
             "num_compared": self.num_compared,
-            "divergences": self.divergences,
-            "num_divergences_at_near_ties": sum(each["target_gap"] < NEAR_TIE for each in self.divergences),
+            "divergences": [
+                {
+                    "prompt": prompt_id,
+                    "token": each.token,
+                    "target_gap": None if each.target_gap is None else round(each.target_gap, 6),
+                }
+                for prompt_id, each in self.divergences
+            ],
+            "num_divergences_at_near_ties": sum(each.is_near_tie for _, each in self.divergences),
             "tokens_per_second": round(speed, 2),
             "plain_tokens_per_second": None if plain_speed is None else round(plain_speed, 2),
             "speedup": None if plain_speed is None else round(speed / plain_speed, 3),
@@ -56,7 +97,7 @@ class Evaluation:
 
 def evaluate(
     target: "HFTarget",
-    drafter: "Drafter",
+    drafter: "StartsDrafting",
     prompts: Sequence[Prompt],
     params: SamplingParams,
     num_draft_tokens: int,
@@ -66,16 +107,12 @@ def evaluate(
 ) -> Evaluation:
     """Decode every prompt with drafts and, with `compare`, plainly; `on_prompt` follows each one.
 
-    A first greedy token that differs is recorded with the target's own top-two gap there: with exact arithmetic there
-    is none, and in low precision it must sit at a near tie.
+    All prompts are checked before the first is decoded.
     """
-    from peagle.decoding.reference import check_prompt, decode
-    from peagle.tokenizer import render_chat
+    from peagle.decoding.reference import decode
 
     drafter.check_num_draft_tokens(num_draft_tokens)
-    rendered = [render_chat(target.tokenizer, prompt.messages) for prompt in prompts]
-    for prompt_ids in rendered:
-        check_prompt(target, prompt_ids)
+    rendered = [_render(target, prompt) for prompt in prompts]
     totals = Evaluation(num_draft_tokens, Acceptance(0, (0,) * num_draft_tokens))
     for prompt, prompt_ids in zip(prompts, rendered, strict=True):
         started = time.perf_counter()
@@ -91,25 +128,22 @@ def evaluate(
             plain = [token for step in decode(target, prompt_ids, params) for token in step.token_ids]
             totals.plain_seconds += time.perf_counter() - started
             totals.plain_tokens += len(plain)
-            _record_comparison(totals, target, prompt, prompt_ids, plain, token_ids)
+            totals.num_compared += 1
+            divergence = first_divergence(target, prompt_ids, plain, token_ids, params)
+            if divergence is not None:
+                totals.divergences.append((prompt.id, divergence))
         on_prompt(totals)
     return totals
 
 
-def _record_comparison(
-    totals: Evaluation,
-    target: "HFTarget",
-    prompt: Prompt,
-    prompt_ids: list[int],
-    plain: list[int],
-    token_ids: list[int],
-) -> None:
-    totals.num_compared += 1
-    if plain == token_ids:
-        totals.num_identical += 1
-        return
-    index = next((i for i, pair in enumerate(zip(plain, token_ids, strict=False)) if pair[0] != pair[1]), 0)
-    gap = target.top_two_gap([*prompt_ids, *plain[:index]])
-    totals.divergences.append({"prompt": prompt.id, "token": index, "target_gap": round(gap, 6)})
+def _render(target: "HFTarget", prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; one that the target cannot answer is refused by its id."""
+    from peagle.decoding.reference import check_prompt
+    from peagle.tokenizer import render_chat
 
-
+    try:
+        prompt_ids = render_chat(target.tokenizer, prompt.messages)
+        check_prompt(target, prompt_ids)
+    except RequestError as error:
+        raise RequestError(f"prompt {prompt.id!r}: {error.message}", hint=error.hint) from error
+    return prompt_ids

@@ -1,10 +1,15 @@
 """Options that several commands share, and parsing them."""
 
+import contextlib
+import io
+import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
+
+from peagle.errors import PeagleError
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -12,23 +17,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+NUM_DRAFT_TOKENS = 7
+"""Draft tokens a step where the user gives no number: what served the embedded target best."""
+
 
 @dataclass(frozen=True)
-class ModelArguments:
-    """Which target and drafter, and how they run."""
+class TargetArguments:
+    """Which target, and how it runs."""
 
     target: str | None = None
     """directory, GGUF file, catalog name or Hugging Face id; by default the embedded SmolLM2-135M-Instruct"""
-    drafter: str | None = None
-    """drafter directory; by default the one that ships for the target"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 where the processor has the instructions for it, else float32"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
-    allow_mismatch: bool = False
-    """use a drafter that was trained for another target's weights, tokenizer or chat template"""
 
-    def load_target(self) -> "HFTarget":
+    def load(self) -> "HFTarget":
         from transformers.utils import logging as transformers_logging
 
         from peagle.targets.load import load_target
@@ -37,16 +43,68 @@ class ModelArguments:
         transformers_logging.disable_progress_bar()
         return load_target(self.target, dtype=self.dtype, device=self.device)
 
-    def load_drafter(self, target: "HFTarget") -> "Drafter":
+
+@dataclass(frozen=True)
+class DrafterArguments:
+    """Which drafter."""
+
+    drafter: str | None = None
+    """drafter directory; by default the one that ships for the target"""
+    allow_mismatch: bool = False
+    """use a drafter that was trained for another target's weights, tokenizer or chat template"""
+
+    def load(self, target: "HFTarget") -> "Drafter":
         from peagle.drafter.checkpoint import load_drafter
 
         return load_drafter(self.drafter, target, allow_mismatch=self.allow_mismatch)
 
 
-Models = Annotated[ModelArguments, tyro.conf.OmitArgPrefixes]
+TargetOptions = Annotated[TargetArguments, tyro.conf.OmitArgPrefixes]
+DrafterOptions = Annotated[DrafterArguments, tyro.conf.OmitArgPrefixes]
 
 
 def parse(kind: type[T], command: str, argv: list[str], **options: Any) -> T:
-    """Parse a command's options into its dataclass; wrong ones end the process with status 2."""
+    """Parse a command's options into its dataclass.
+
+    What a dataclass itself refuses is raised as it is. Options that cannot be read are explained on stderr and end
+    the process with status 2.
+    """
     description = sys.modules[kind.__module__].__doc__
-    return tyro.cli(kind, prog=f"peagle {command}", description=description, args=argv, **options)
+    talk = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(talk):
+            return tyro.cli(kind, prog=f"peagle {command}", description=description, args=argv, **options)
+    except SystemExit as end:
+        refusal = _refusal(end)
+        if refusal is not None:
+            raise refusal from None
+        sys.stderr.write(talk.getvalue())
+        raise
+
+
+def _refusal(end: BaseException) -> PeagleError | None:
+    """The error of ours that made tyro end: it takes any ValueError of a dataclass for its own to print."""
+    cause = end.__context__
+    while cause is not None and not isinstance(cause, PeagleError):
+        cause = cause.__context__
+    return cause
+
+
+def choose_num_draft_tokens(given: int | None, drafter: "Drafter") -> int:
+    """The number of draft tokens asked for; else the usual one, or the most the drafter was trained for."""
+    if given is not None:
+        return given
+    limit = drafter.config.num_draft_tokens
+    if limit is None or limit >= NUM_DRAFT_TOKENS:
+        return NUM_DRAFT_TOKENS
+    log.info("num_draft_tokens %d: the drafter was trained for no more", limit)
+    return limit
+
+
+def accelerator(target: "HFTarget") -> str | None:
+    """The name of the GPU the target runs on; None on a CPU."""
+    if target.device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(target.device)

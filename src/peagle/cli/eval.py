@@ -1,7 +1,7 @@
 """Decode a prompt file for real and report acceptance, speed and whether the answers equal plain decoding's.
 
-Prompt files are recognised by their keys: MT-Bench and Spec-Bench (turns), HumanEval, GSM8K (question), OpenAI messages,
-ShareGPT conversations, plain {"prompt": ...}; JSON, JSONL or text, gzipped or not.
+Prompt files are recognized by their keys: MT-Bench and Spec-Bench (turns), HumanEval, GSM8K (question), OpenAI
+messages, ShareGPT conversations, plain {"prompt": ...}; JSON, JSONL or text, gzipped or not.
 """
 
 import json
@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from peagle.bench.acceptance import Evaluation, evaluate
 from peagle.bench.workloads import read_prompts, workload_name
-from peagle.cli.arguments import ModelArguments, Models, parse
-from peagle.errors import ConfigError
+from peagle.cli.arguments import (
+    DrafterArguments,
+    DrafterOptions,
+    TargetArguments,
+    TargetOptions,
+    accelerator,
+    choose_num_draft_tokens,
+    parse,
+)
+from peagle.cli.progress import progress_bar
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
@@ -26,35 +34,30 @@ class Arguments:
     """prompt file"""
     limit: int | None = None
     """use only the first so many prompts"""
-    num_draft_tokens: int = 7
-    """draft tokens a step"""
+    num_draft_tokens: int | None = None
+    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer"""
     max_tokens: int = 256
     """tokens to answer each prompt with, at most"""
     temperature: float = 0.0
+    """0 takes the most likely token; 1 samples the target's own distribution"""
     seed: int = 0
+    """with the position in the text it fixes every random draw"""
     compare: bool = True
     """also decode plainly, and compare speed and tokens"""
     json: bool = False
     """print one JSON document as the last line of stdout, instead of a table"""
-    models: Models = field(default_factory=ModelArguments)
+    target: TargetOptions = field(default_factory=TargetArguments)
+    drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "eval", argv)
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"limit must be at least 1, got {arguments.limit}")
-    params = SamplingParams(
-        max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
-    )
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
     prompts = read_prompts(arguments.prompts, limit=arguments.limit)
-    target = arguments.models.load_target()
-    drafter = arguments.models.load_drafter(target)
-
-    from peagle.bench.acceptance import Evaluation, evaluate
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    talk = Console(stderr=True)
-    with Progress(*columns, console=talk, disable=not talk.is_terminal) as progress:
+    target = arguments.target.load()
+    drafter = arguments.drafter.load(target)
+    num_draft_tokens = choose_num_draft_tokens(arguments.num_draft_tokens, drafter)
+    with progress_bar() as progress:
         task = progress.add_task("decoding", total=len(prompts))
 
         def on_prompt(totals: Evaluation) -> None:
@@ -62,13 +65,7 @@ def main(argv: list[str]) -> int:
             progress.update(task, completed=totals.num_prompts, description=f"acceptance length {length:.2f}")
 
         totals = evaluate(
-            target,
-            drafter,
-            prompts,
-            params,
-            arguments.num_draft_tokens,
-            compare=arguments.compare,
-            on_prompt=on_prompt,
+            target, drafter, prompts, params, num_draft_tokens, compare=arguments.compare, on_prompt=on_prompt
         )
     document = totals.report() | {
         "workload": workload_name(arguments.prompts),
@@ -78,7 +75,7 @@ def main(argv: list[str]) -> int:
         "device": str(target.device),
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
-        "provenance": provenance(),
+        "provenance": provenance(accelerator(target)),
     }
     if arguments.json:
         print(json.dumps(document))

@@ -5,6 +5,7 @@ target had to supply itself.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,8 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from peagle.cli.arguments import ModelArguments, Models, parse
-from peagle.errors import RequestError
+from peagle.bench.acceptance import Divergence, first_divergence
+from peagle.cli.arguments import (
+    DrafterArguments,
+    DrafterOptions,
+    TargetArguments,
+    TargetOptions,
+    choose_num_draft_tokens,
+    parse,
+)
+from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,10 +38,10 @@ STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "yellow"}
 
 @dataclass(frozen=True)
 class Arguments:
-    prompt: tyro.conf.Positional[str]
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """what to ask"""
-    num_draft_tokens: int = 7
-    """draft tokens a step; 0 decodes without a drafter"""
+    num_draft_tokens: int | None = None
+    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer; 0: no drafter"""
     compare: bool = False
     """answer twice, plainly and with drafts, and compare speed and text"""
     sample_drafts: bool = False
@@ -43,8 +52,9 @@ class Arguments:
     """system message before the prompt"""
     json: bool = False
     """print one JSON document instead of text and table"""
-    sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = SamplingParams()
-    models: Models = field(default_factory=ModelArguments)
+    sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = field(default_factory=SamplingParams)
+    target: TargetOptions = field(default_factory=TargetArguments)
+    drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
 
 @dataclass
@@ -65,42 +75,78 @@ class Answer:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "generate", argv)
-    if arguments.num_draft_tokens < 0 or (arguments.compare and arguments.num_draft_tokens == 0):
-        raise RequestError(f"num_draft_tokens must be at least 1 to draft, got {arguments.num_draft_tokens}")
-    talk = Console(stderr=True)
-    with talk.status("loading the target and its drafter (the first time also converts the target)"):
-        target = arguments.models.load_target()
-        drafter = arguments.models.load_drafter(target) if arguments.num_draft_tokens else None
+    check(arguments)
+    with Console(stderr=True).status("loading the target and its drafter (the first time also converts the target)"):
+        target = arguments.target.load()
+        drafter = arguments.drafter.load(target) if arguments.num_draft_tokens != 0 else None
     prompt_ids = render(target, arguments)
+    num_draft_tokens = 0
+    if drafter is not None:
+        num_draft_tokens = choose_num_draft_tokens(arguments.num_draft_tokens, drafter)
+        drafter.check_num_draft_tokens(num_draft_tokens)
     answers = []
     if arguments.compare or drafter is None:
-        answers.append(answer(target, prompt_ids, arguments, None))
+        answers.append(answer(target, prompt_ids, arguments, None, 0))
     if drafter is not None:
-        answers.append(answer(target, prompt_ids, arguments, drafter))
+        answers.append(answer(target, prompt_ids, arguments, drafter, num_draft_tokens))
+    divergence = None
+    if arguments.compare:
+        plain, drafted = (each.token_ids for each in answers)
+        divergence = first_divergence(target, prompt_ids, plain, drafted, arguments.sampling)
     if arguments.json:
-        print(json.dumps(report(answers)))
+        print(json.dumps(report(answers, divergence)))
     elif arguments.compare:
         Console().print(comparison(answers))
+        if divergence is not None:
+            Console().print(explanation(divergence, str(target.dtype).removeprefix("torch.")), soft_wrap=True)
     return 0
 
 
-def render(target: "HFTarget", arguments: Arguments) -> list[int]:
-    from peagle.tokenizer import render_chat
-
+def check(arguments: Arguments) -> None:
+    """Refuse options that contradict each other, before anything is loaded."""
     if not arguments.prompt.strip():
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
+    if arguments.num_draft_tokens is not None and arguments.num_draft_tokens < 0:
+        raise ConfigError(
+            f"num_draft_tokens must be at least 0, got {arguments.num_draft_tokens}",
+            hint="0 decodes without a drafter; leave it out for the usual number",
+        )
+    if arguments.num_draft_tokens == 0 and (arguments.compare or arguments.sample_drafts):
+        flag = "--compare" if arguments.compare else "--sample-drafts"
+        raise ConfigError(f"{flag} needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
+    if arguments.sample_drafts and arguments.sampling.is_greedy:
+        raise ConfigError("--sample-drafts needs a temperature above 0, got 0", hint="add --temperature 1")
+    if arguments.raw and arguments.system is not None:
+        raise ConfigError(
+            f"--raw uses no chat template, so the system message {arguments.system!r} has no place",
+            hint="leave out --system, or put its text into the prompt",
+        )
+
+
+def render(target: "HFTarget", arguments: Arguments) -> list[int]:
+    from peagle.decoding.reference import check_prompt
+    from peagle.tokenizer import render_chat
+
     if arguments.raw:
-        return list(target.tokenizer(arguments.prompt)["input_ids"])
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    return render_chat(target.tokenizer, [*messages, {"role": "user", "content": arguments.prompt}])
+        prompt_ids = list(target.tokenizer(arguments.prompt, verbose=False)["input_ids"])
+    else:
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+        prompt_ids = render_chat(target.tokenizer, [*messages, {"role": "user", "content": arguments.prompt}])
+    check_prompt(target, prompt_ids)
+    return prompt_ids
 
 
-def answer(target: "HFTarget", prompt_ids: list[int], arguments: Arguments, drafter: "Drafter | None") -> Answer:
+def answer(
+    target: "HFTarget",
+    prompt_ids: list[int],
+    arguments: Arguments,
+    drafter: "Drafter | None",
+    num_draft_tokens: int,
+) -> Answer:
     """Decode once, streaming unless JSON was asked for."""
     from peagle.decoding.acceptance import Acceptance
     from peagle.decoding.reference import decode
 
-    num_draft_tokens = arguments.num_draft_tokens if drafter is not None else 0
     method = f"{drafter.config.method}, K = {num_draft_tokens}" if drafter is not None else "plain"
     console = Console(quiet=arguments.json, highlight=False, soft_wrap=True)
     if arguments.compare:
@@ -128,10 +174,14 @@ def answer(target: "HFTarget", prompt_ids: list[int], arguments: Arguments, draf
 
 
 def stream(steps: "Iterator[Step]", console: Console) -> "Iterator[Step]":
-    """Print each step's text as it comes, each token in the color of its kind."""
+    """Print each step's text as it comes: on a terminal each token in the color of its kind, else the bare text."""
     for step in steps:
-        for text, kind in zip(step.texts, step.kinds, strict=True):
-            console.print(Text(text, style=STYLES.get(kind, "")), end="")
+        if console.is_terminal:
+            for text, kind in zip(step.texts, step.kinds, strict=True):
+                console.print(Text(text, style=STYLES.get(kind, "")), end="")
+        elif not console.quiet:  # rich would turn tabs into spaces and drop control characters
+            sys.stdout.write(step.text)
+            sys.stdout.flush()
         yield step
     console.print()
 
@@ -154,10 +204,23 @@ def comparison(answers: list[Answer]) -> Table:
     return table
 
 
-def report(answers: list[Answer]) -> dict[str, Any]:
+def explanation(divergence: Divergence, dtype: str) -> str:
+    """Where two answers part, and for greedy ones how close a call it was for the target itself."""
+    where = f"They part at token {divergence.token}"
+    if divergence.target_gap is None:
+        return f"{where}. Sampled answers part where the drafts are sampled too, or where rounding moves a draw."
+    advice = "" if dtype == "float32" else " With --dtype float32 the answers are identical."
+    return (
+        f"{where}, where the logits of the target's own two best tokens are {divergence.target_gap:.4f} apart: in "
+        f"{dtype} the order of summation decides such a near tie.{advice}"
+    )
+
+
+def report(answers: list[Answer], divergence: Divergence | None) -> dict[str, Any]:
     document: dict[str, Any] = {
         "answers": [vars(each) | {"tokens_per_second": round(each.tokens_per_second, 2)} for each in answers]
     }
     if len(answers) == 2:
-        document["identical"] = answers[0].token_ids == answers[1].token_ids
+        document["identical_to_plain"] = divergence is None
+        document["divergence"] = None if divergence is None else vars(divergence)
     return document

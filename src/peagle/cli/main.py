@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -17,11 +18,29 @@ COMMANDS = {
     "doctor": "report versions, device and choices; with a directory, check a drafter",
 }
 
-INTERRUPTED = 130
+USER_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+class TalkHandler(logging.Handler):
+    """Writes to the stderr of the moment, which a running progress bar replaces to move out of the way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
 
 
 def main() -> NoReturn:
-    sys.exit(run(sys.argv[1:]))
+    """Run the process's own command line. Being asked to terminate is treated as being interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone. Without this, Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = BROKEN_PIPE
+    sys.exit(status)
 
 
 def run(argv: list[str]) -> int:
@@ -33,23 +52,25 @@ def run(argv: list[str]) -> int:
         print(f"peagle {__version__}")
         return 0
     name, *rest = argv
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel("WARNING")
+    _show_log()
     try:
         if name not in COMMANDS:
-            raise PeagleError(f"no command {name!r}", hint=nearest(name, COMMANDS))
+            raise PeagleError(f"no command {name!r}", hint=f"{nearest(name, COMMANDS)} `peagle --help` explains them")
         status: int = importlib.import_module(f"peagle.cli.{name}").main(rest)
         return status
     except PeagleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        hint = error.hint or f"`peagle {name} --help` lists the options and what they take"
+        return _explain(error.message, hint)
+    except SystemExit as end:  # options that could not be read, or help that was asked for; explained already
+        return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()
-        return INTERRUPTED
+        raise
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _explain(f"a file cannot be read or written: {what}", "check the path, its permissions and the disk")
 
 
 def overview() -> str:
@@ -67,3 +88,16 @@ def overview() -> str:
             "the embedded default: SmolLM2-135M-Instruct and the drafter that ships with the package.",
         ]
     )
+
+
+def _explain(message: str, hint: str) -> int:
+    print(f"error: {message}\nhint: {hint}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _show_log() -> None:
+    """Show what peagle's own modules report, the choices behind "auto" for one; other libraries only warn."""
+    logger = logging.getLogger("peagle")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, TalkHandler) for handler in logger.handlers):
+        logger.addHandler(TalkHandler())

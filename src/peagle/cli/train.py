@@ -5,16 +5,15 @@ An interrupted run goes on where it was when the same command is given again.
 
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from peagle.cli.arguments import ModelArguments, Models, parse
+from peagle.cli.arguments import TargetArguments, TargetOptions, parse
+from peagle.cli.progress import progress_bar
 from peagle.config import from_toml
-from peagle.errors import ConfigError
 from peagle.training.config import TrainConfig
 
 
@@ -23,21 +22,17 @@ class Arguments:
     train: Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
     recipe: Path | None = None
     """TOML file with any of these settings; the command line has the last word"""
-    models: Models = field(default_factory=ModelArguments)
+    target: TargetOptions = field(default_factory=TargetArguments)
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "train", argv, **_defaults(argv))
-    if arguments.models.drafter is not None:
-        raise ConfigError("train makes a new drafter, so --drafter has no meaning here", hint="use --output")
-    talk = Console(stderr=True)
-    target = arguments.models.load_target()
+    target = arguments.target.load()
 
     from peagle.training.run import train_drafter
 
     config = arguments.train
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=talk, disable=not talk.is_terminal) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("training", total=config.num_steps)
 
         def on_step(step: int, metrics: dict[str, Any] | None) -> None:
@@ -46,7 +41,7 @@ def main(argv: list[str]) -> int:
                 accuracy = " ".join(f"{share:.2f}" for share in metrics["accuracy_by_depth"])
                 line = f"loss {metrics['loss']:.3f}, accuracy by depth {accuracy}"
                 progress.update(task, description=line)
-                if not talk.is_terminal:
+                if not progress.console.is_terminal:
                     print(f"step {step} of {config.num_steps}: {line}", file=sys.stderr)
 
         train_drafter(target, config, on_step)
@@ -55,9 +50,11 @@ def main(argv: list[str]) -> int:
 
 
 def _defaults(argv: list[str]) -> dict[str, Any]:
-    """The recipe's settings as defaults, so that flags given beside it win."""
-    path = next((b for a, b in zip(argv, argv[1:], strict=False) if a == "--recipe"), None)
-    path = path or next((a.split("=", 1)[1] for a in argv if a.startswith("--recipe=")), None)
-    if path is None:
+    """The recipe's settings as defaults, so that flags given beside it win and may supply what it leaves out."""
+    given = [following for word, following in pairwise(argv) if word == "--recipe"]
+    given += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
+    if not given:
         return {}
-    return {"default": Arguments(train=from_toml(TrainConfig, Path(path)), recipe=Path(path))}
+    path = Path(given[-1])
+    config = from_toml(TrainConfig, path, absent={"data": tyro.MISSING, "output": tyro.MISSING})
+    return {"default": Arguments(train=config, recipe=path)}

@@ -1,8 +1,11 @@
-"""Counting what became of draft tokens, in the one definition used everywhere: vLLM's.
+"""Counting what became of draft tokens, in the one definition used everywhere.
 
     drafts              verified draft sequences (one a step)
     acceptance length   tokens emitted a target forward: 1 + accepted / drafts, the recovered or bonus token included
     per position        share of drafts whose token at that position was accepted (not conditioned on the earlier ones)
+
+The formulas are vLLM's. Of the draft in which an answer ends, `peagle` counts what was emitted; vLLM also counts the
+accepted tokens beyond the end, so that its acceptance length is higher by a trifle.
 """
 
 from collections.abc import Iterable

@@ -35,13 +35,16 @@ class StopCheck:
         """
         self._num_left -= 1
         is_stop_token = token_id in self._stop_ids
+        is_last = is_stop_token or self._num_left == 0
         if not is_stop_token:
             self._held += self._detokenizer.add([token_id])
-            found = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
-            if found:
-                return self._held[: min(found)], "stop"
-        if is_stop_token or self._num_left == 0:
-            return self._held + self._detokenizer.finish(), "stop" if is_stop_token else "length"
+        if is_last:
+            self._held += self._detokenizer.finish()
+        found = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
+        if found:
+            return self._held[: min(found)], "stop"
+        if is_last:
+            return self._held, "stop" if is_stop_token else "length"
         num_certain = len(self._held) - self._num_undecided()
         certain, self._held = self._held[:num_certain], self._held[num_certain:]
         return certain, None

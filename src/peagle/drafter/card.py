@@ -39,8 +39,8 @@ class DrafterCard:
 
     target: TargetIdentity
     method: str
-    num_draft_tokens: int
-    """most draft tokens it was trained for"""
+    num_draft_tokens: int | None
+    """most draft tokens it was trained for; None when its makers did not say"""
     max_length: int
     """longest text it was trained on"""
     aux_layer_ids: tuple[int, ...]
@@ -61,18 +61,23 @@ def read_card(directory: Path) -> DrafterCard | None:
     if not path.exists():
         return None
     try:
-        return from_mapping(DrafterCard, json.loads(path.read_text()), str(path))
-    except (json.JSONDecodeError, ConfigError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ConfigError(f"it must hold a JSON object, got {type(values).__name__}")
+        return from_mapping(DrafterCard, values, CARD_NAME)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", hint="remove the card to load the drafter without its checks"
+            f"{path} cannot be read: {error.message if isinstance(error, ConfigError) else error}",
+            hint="remove the card to load the drafter without its checks",
         ) from error
 
 
 def differences(card: DrafterCard, target: "HFTarget") -> list[str]:
     """What of the target differs from the one the card names, as sentences; empty when it is the same."""
     ours = TargetIdentity.of(target)
+    rounding = " (or float16 has rounded them; try bfloat16)" if str(target.dtype) == "torch.float16" else ""
     what = {
-        "weights": "its weights are not the ones the drafter was trained on",
+        "weights": f"its weights are not the ones the drafter was trained on{rounding}",
         "tokenizer": "its tokenizer is another one",
         "chat_template": "its chat template is another one",
     }

@@ -3,7 +3,7 @@
 Two sizes of the same thing are written. The full directory carries the embedding table, as vLLM needs it. The compact
 one leaves out tables that are the target's and keeps only the drafter's own mask row, as `mask_embedding`.
 
-Published directories of other makers are read too: `config_json.py` knows their keys, `_rename` their tensor names.
+Published directories of other makers are read too: `config_json.py` knows their keys, `_read_tensors` their names.
 """
 
 import json
@@ -73,13 +73,19 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     card = read_card(directory)
     if card is not None:
         _check_card(card, target, directory, allow_mismatch)
-    tensors = {_rename(name): tensor for name, tensor in _read_tensors(directory / WEIGHTS_NAME).items()}
+    tensors = _read_tensors(directory / WEIGHTS_NAME)
     config = read_config(directory / CONFIG_NAME, tensors, target, card)
     _check_fit(config, target, directory)
-    drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    if card is not None:
+        _check_agreement(card, config, directory)
+    try:
+        drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / CONFIG_NAME}: {error.message}", hint=error.hint) from error
     _fill(drafter, tensors, target, directory)
+    drafter = drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     target.tap(config.aux_layer_ids)
-    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    return drafter
 
 
 def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
@@ -90,7 +96,7 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
                 f"no drafter ships for target {target.name!r}",
                 hint="give one with --drafter, or train one with `peagle train`",
             )
-        return target.shipped_drafter
+        path = target.shipped_drafter
     directory = Path(path).expanduser()
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
@@ -102,16 +108,19 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """The file's tensors by their names here, which are vLLM's but for `midlayer`, an older one for the first layer."""
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", hint="the file is corrupt or cut short; copy it again"
         ) from error
-
-
-def _rename(name: str) -> str:
-    return name.replace("midlayer.", "layers.0.")
+    renamed = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        raise CheckpointError(
+            f"{path} holds the first layer twice, as midlayer and as layers.0", hint="remove one of the two"
+        )
+    return renamed
 
 
 def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mismatch: bool) -> None:
@@ -126,6 +135,19 @@ def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mi
     log.warning("%s", message + "; ".join(found))
 
 
+def _check_agreement(card: DrafterCard, config: DrafterConfig, directory: Path) -> None:
+    """Refuse a card that describes another drafter than config.json and the weights do."""
+    for name, on_card, in_config in (
+        ("aux_layer_ids", list(card.aux_layer_ids), list(config.aux_layer_ids)),
+        ("method", card.method, config.method),
+    ):
+        if on_card != in_config:
+            raise CheckpointError(
+                f"{directory}: {name} is {on_card} in {CARD_NAME}, but {in_config} by {CONFIG_NAME} and the weights",
+                hint="the files are of two drafters, or one of them was edited",
+            )
+
+
 def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
     """Refuse sizes that cannot work with the target, before any tensor is looked at."""
     for name, ours, theirs in (
@@ -137,10 +159,10 @@ def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> No
                 f"{directory / CONFIG_NAME}: {name} is {ours}, but target {target.name!r} has {theirs}",
                 hint="the drafter belongs to another target",
             )
-    if max(config.aux_layer_ids) >= target.num_layers:
+    if max(config.aux_layer_ids) >= target.num_layers or min(config.aux_layer_ids) < 0:
         raise CheckpointError(
-            f"{directory / CONFIG_NAME}: the drafter reads layer {max(config.aux_layer_ids)}, "
-            f"but target {target.name!r} has only {target.num_layers}",
+            f"{directory / CONFIG_NAME}: the drafter reads layers {list(config.aux_layer_ids)}, "
+            f"but those of target {target.name!r} are 0 to {target.num_layers - 1}",
             hint="the drafter belongs to another target",
         )
 
@@ -157,11 +179,15 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", dire
         tensors.setdefault("mask_embedding", (target.embedding_VD.cpu() if table is None else table)[row].clone())
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
-    for table_name, is_shared in (("embed_tokens", config.embeddings == "shared"), ("lm_head", config.head == "shared")):
-        if is_shared:
-            tensors.pop(f"{table_name}.weight", None)
-    if config.draft_vocab_size == config.vocab_size:
-        tensors.pop("d2t", None)
+    if config.embeddings == "shared":
+        tensors.pop("embed_tokens.weight", None)
+    if config.head == "shared":
+        tensors.pop("lm_head.weight", None)
+    if config.draft_vocab_size == config.vocab_size and bool(tensors.pop("d2t", torch.zeros(1)).any()):
+        raise CheckpointError(
+            f"{path}: d2t is not all zeros, although the draft vocabulary is the target's whole one",
+            hint="d2t holds offsets (target = draft + d2t[draft]), not target ids; with a whole vocabulary remove it",
+        )
     wanted = drafter.state_dict()
     for name in sorted(wanted.keys() - tensors.keys()):
         raise CheckpointError(f"{path} lacks the tensor {name!r}", hint=_missing_hint(name))
@@ -177,7 +203,9 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", dire
                 f"{list(wanted[name].shape)}"
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinite values", hint="train or copy it again")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} holds NaN or infinite values", hint="copy or train it again"
+            )
     if "d2t" in tensors:
         try:
             check_offsets(tensors["d2t"], config.vocab_size)

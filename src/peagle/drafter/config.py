@@ -1,4 +1,4 @@
-"""What a drafter is made of. Plain data: no torch, no files (`checkpoint.py` maps it to and from vLLM's config.json)."""
+"""What a drafter is made of. Plain data: no torch, no files (`config_json.py` maps it to and from vLLM's form)."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -65,12 +65,13 @@ class DrafterConfig:
             raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.embeddings == "shared" and self.hidden_size != self.target_hidden_size:
-            raise ConfigError(
-                f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, "
-                "so embeddings cannot be shared",
-                hint='set embeddings to "own"',
-            )
+        for table, kept in (("embeddings", self.embeddings), ("head", self.head)):
+            if kept == "shared" and self.hidden_size != self.target_hidden_size:
+                raise ConfigError(
+                    f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, "
+                    f"so its {table} cannot be shared",
+                    hint=f'set {table} to "own"; a drafter directory must then hold that table',
+                )
 
     @property
     def aux_size(self) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHT_STD = 0.02
+RANDOM_INSTEAD = "use init = random for targets whose layers are not Llama-shaped"
 WIDENED = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")  # twice as wide in the first layer
 
 
@@ -28,13 +29,13 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
         switches["mask_token_id"] = choose_mask_token_id(target.tokenizer, target.vocab_size)
     return DrafterConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_intermediate_size(config, target.hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or target.hidden_size // num_heads,
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
+        draft_vocab_size=switches.pop("draft_vocab_size", None) or target.vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layer_ids=target.aux_layer_ids,
         max_length=target.max_length,
@@ -51,13 +52,14 @@ def create_drafter(target: "HFTarget", config: DrafterConfig, init: Literal["tar
     for module in drafter.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=WEIGHT_STD)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
     with torch.no_grad():
         if config.embeddings == "own":
-            drafter.embed_tokens.weight.copy_(target.embedding_VD)
+            _start_as(drafter.embed_tokens.weight, target.embedding_VD)
         if config.head == "own":
-            drafter.lm_head.weight.copy_(target.head_VD)
+            draft_ids = torch.arange(config.draft_vocab_size, device=target.device)
+            _start_as(drafter.lm_head.weight, target.head_VD[drafter.to_target_ids(draft_ids)])
         if init == "target":
             _copy_last_layers(drafter, target)
     return drafter
@@ -69,27 +71,55 @@ def _copy_last_layers(drafter: Drafter, target: "HFTarget") -> None:
     The first layer's attention takes a copy of the target's for the half of its input that is a state, and noise for
     the half that is an embedding.
     """
-    size = drafter.config.hidden_size
-    for layer, source in zip(drafter.layers, target.layers[-len(drafter.layers) :], strict=True):
-        source_weights = source.state_dict()
+    size, num_layers = drafter.config.hidden_size, len(drafter.layers)
+    if num_layers > target.num_layers:
+        raise ConfigError(
+            f"a drafter of {num_layers} layers cannot start from a target of {target.num_layers}",
+            hint="use fewer layers, or init = random",
+        )
+    for index, (layer, source) in enumerate(zip(drafter.layers, target.layers[-num_layers:], strict=True)):
+        weights = _llama_weights(target, source)
         for name, weight in layer.state_dict().items():
-            if name.startswith("hidden_norm."):
-                weight.copy_(source_weights["input_layernorm.weight"])
-            elif layer.hidden_norm is not None and name == "input_layernorm.weight":
-                continue
-            elif name not in source_weights:
+            if index == 0 and name == "input_layernorm.weight":
+                continue  # it norms the embedding, which the target's layers never read
+            source_name = "input_layernorm.weight" if name == "hidden_norm.weight" else name
+            part = weight[:, size:] if index == 0 and name in WIDENED else weight
+            if source_name not in weights or weights[source_name].shape != part.shape:
                 raise ConfigError(
-                    f"the target's layers have no {name!r} to start the drafter from",
-                    hint="use init = random for targets whose layers are not Llama-shaped",
+                    f"the target's layers have no {source_name!r} of shape {list(part.shape)} to start from",
+                    hint=RANDOM_INSTEAD,
                 )
-            else:
-                reads_embedding_too = layer.hidden_norm is not None and name in WIDENED
-                (weight[:, size:] if reads_embedding_too else weight).copy_(source_weights[name])
+            part.copy_(weights[source_name])
     drafter.norm.weight.copy_(target.final_norm_weight)
     state_scale = _aux_scale(target)
     drafter.fc.weight[:, -size:] += torch.eye(size, device=drafter.fc.weight.device) * (
         state_scale if drafter.config.fc_norm or drafter.config.norm_before_fc else 1.0
     )
+
+
+def _start_as(weight: Tensor, source: Tensor) -> None:
+    """Copy a table of the target's where it fits; a drafter of another width keeps its noise."""
+    if weight.shape == source.shape:
+        weight.copy_(source)
+
+
+def _llama_weights(target: "HFTarget", source: nn.Module) -> dict[str, Tensor]:
+    """A target layer's tensors, norms as what they multiply by. Layers whose norms sit elsewhere are refused."""
+    weights = source.state_dict()
+    norms = {name for name in weights if "norm" in name and not name.startswith("self_attn.")}
+    if norms != {"input_layernorm.weight", "post_attention_layernorm.weight"}:
+        raise ConfigError(
+            f"the target's layers have the norms {', '.join(sorted(norms)) or 'none'}, not those of a Llama layer, "
+            "so the drafter cannot start from them",
+            hint=RANDOM_INSTEAD,
+        )
+    return weights | {name: target.norm_scale(source.get_submodule(name.removesuffix(".weight"))) for name in norms}
+
+
+def _intermediate_size(config: Any, hidden_size: int) -> int:
+    """The target's, where its config has one number for it; else four times the width."""
+    size = getattr(config, "intermediate_size", None)
+    return size if isinstance(size, int) else 4 * hidden_size
 
 
 def _aux_scale(target: "HFTarget") -> float:
@@ -102,8 +132,15 @@ def _aux_scale(target: "HFTarget") -> float:
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The target's rotary settings; of the kinds a per-layer-type model has, the full-attention one."""
+    """The target's rotary settings; of the kinds a per-layer-type model has, the full-attention one.
+
+    A target that rotates a part of each head lends only its base: drafters rotate whole heads.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:
         rope = dict(rope["full_attention"])
-    return {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in rope.items() if v is not None}
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in rope.items() if v is not None}
+    is_partial = rope.pop("partial_rotary_factor", 1) != 1
+    if rope["rope_type"] == "default" or is_partial:
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope

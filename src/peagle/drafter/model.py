@@ -6,7 +6,8 @@ Shapes: B rows or requests, S slots (query rows), C cached plus new slots (key r
 A concatenated aux width, V draft vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.drafting import DraftingSession
+from peagle.errors import ConfigError
 
 KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
 
@@ -26,6 +28,16 @@ class DrafterOutput(NamedTuple):
     normed_BSD: Tensor
     carried_BSD: Tensor
     cache: KeyValues
+
+
+class Rotary(LlamaRotaryEmbedding):
+    """transformers' rotary embedding, with all its scalings, whose frequencies stay float32 in any precision.
+
+    Rounded to bfloat16 they would put position 1000 several whole positions off.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
 
 
 class RMSNorm(nn.Module):
@@ -112,6 +124,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """Drafter of one target. Shared tables are the target's own tensors: read, never trained, never saved."""
 
+    d2t: Tensor
+
     def __init__(self, config: DrafterConfig, target_embedding: Tensor, target_head: Tensor) -> None:
         super().__init__()
         self.config = config
@@ -136,7 +150,7 @@ class Drafter(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         # Plain tensors, not parameters: they are the target's and must not appear in the state dict.
         self._target_embedding, self._target_head = target_embedding.detach(), target_head.detach()
-        self.rotary = LlamaRotaryEmbedding(_rotary_config(config))
+        self.rotary = _rotary(config)
 
     @property
     def embedding_VD(self) -> Tensor:
@@ -156,7 +170,9 @@ class Drafter(nn.Module):
         embedding_BSD = functional.embedding(token_ids_BS, self.embedding_VD)
         if not self.config.parallel:
             return embedding_BSD
-        is_mask_BS = token_ids_BS == self.config.mask_token_id
+        mask_token_id = self.config.mask_token_id
+        assert mask_token_id is not None, "the config of a parallel drafter has one"
+        is_mask_BS = token_ids_BS == mask_token_id
         return torch.where(is_mask_BS[..., None], self.mask_embedding.to(embedding_BSD.dtype), embedding_BSD)
 
     def fuse(self, aux_hidden_BSA: Tensor) -> Tensor:
@@ -212,12 +228,26 @@ def rotate(x_BHSE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return x_BHSE * cos_BSE[:, None] + torch.cat([-second, first], dim=-1) * sin_BSE[:, None]
 
 
-def _rotary_config(config: DrafterConfig) -> LlamaConfig:
-    """The part of a Llama config that transformers' rotary embedding (with all its scalings) reads."""
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_length,
-        rope_parameters=dict(config.rope_parameters),
-    )
+def _rotary(config: DrafterConfig) -> Rotary:
+    """The rotary embedding of a config; settings that transformers cannot compute, or only for a part, are refused."""
+    try:
+        rotary = Rotary(
+            LlamaConfig(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_length,
+                rope_parameters=dict(config.rope_parameters),
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rope_parameters {config.rope_parameters} cannot be used: {error}",
+            hint="known rope types: default, linear, dynamic, yarn, longrope, llama3, each with its own keys",
+        ) from error
+    if 2 * len(rotary.inv_freq) != config.head_dim or config.rope_parameters.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"rope_parameters {config.rope_parameters} rotate only a part of each head",
+            hint="drafters rotate whole heads",
+        )
+    return rotary

@@ -31,8 +31,13 @@ Training, four anchors of which 0 and 2 keep two depths and the others one. All 
 >>> slots = training_slots(torch.tensor([[2, 1, 2, 1]]))
 >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
 ([[0, 1, 2, 3, 0, 2]], [[0, 0, 0, 0, 1, 1]])
->>> visible(slots, slots).int().tolist()
-[[[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 1, 0], [1, 1, 1, 0, 0, 1]]]
+>>> visible(slots, slots).int().tolist()  # doctest: +NORMALIZE_WHITESPACE
+[[[1, 0, 0, 0, 0, 0],
+  [1, 1, 0, 0, 0, 0],
+  [1, 1, 1, 0, 0, 0],
+  [1, 1, 1, 1, 0, 0],
+  [1, 0, 0, 0, 1, 0],
+  [1, 1, 1, 0, 0, 1]]]
 
 Slot (2, 1), the last row, sees the real text up to anchor 2 and itself, and not (0, 1): exactly what it will see
 when it is served from anchor 2.
@@ -90,7 +95,7 @@ def training_slots(num_depths_BT: Tensor, num_slots: int | None = None) -> Slots
 
     Rows are padded to the longest, or to `num_slots`, which must not be smaller.
     """
-    num_rows, num_anchors = num_depths_BT.shape
+    num_rows = len(num_depths_BT)
     max_depths = int(num_depths_BT.max())
     kept_BDT = num_depths_BT[:, None, :] > torch.arange(max_depths, device=num_depths_BT.device)[None, :, None]
     counts_B = kept_BDT.flatten(1).sum(1)

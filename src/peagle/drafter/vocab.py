@@ -42,7 +42,7 @@ def draft_to_target(offsets_U: Tensor) -> Tensor:
 
 
 def check_offsets(offsets_U: Tensor, vocab_size: int) -> None:
-    """Refuse a table that is not a set of distinct target ids, as one holding absolute ids instead of offsets is not."""
+    """Refuse a table whose target ids are not distinct or not in range, as when it holds ids instead of offsets."""
     target_ids = draft_to_target(offsets_U)
     if int(target_ids.min()) < 0 or int(target_ids.max()) >= vocab_size or len(target_ids.unique()) < len(target_ids):
         raise ConfigError(

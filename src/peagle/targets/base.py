@@ -57,8 +57,9 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def check_aux_layer_ids(aux_layer_ids: tuple[int, ...], num_layers: int) -> None:
-    if not all(0 <= index < num_layers for index in aux_layer_ids):
+    in_order = tuple(sorted(set(aux_layer_ids))) == tuple(aux_layer_ids)
+    if not aux_layer_ids or not in_order or not all(0 <= index < num_layers for index in aux_layer_ids):
         raise ConfigError(
-            f"aux_layer_ids must lie between 0 and {num_layers - 1}, got {list(aux_layer_ids)}",
+            f"aux_layer_ids must be distinct, ascending and between 0 and {num_layers - 1}, got {list(aux_layer_ids)}",
             hint=f"the default for this target is {list(default_aux_layer_ids(num_layers))}",
         )

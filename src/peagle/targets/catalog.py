@@ -39,4 +39,3 @@ CATALOG = {
 }
 
 ASSETS = Path(__file__).parent.parent / "assets"
-

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+CUTTABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
 class HFTarget:
     """A transformers model and its tokenizer. The model is put in evaluation mode and its gradients are turned off."""
 
@@ -37,6 +40,7 @@ class HFTarget:
         self.directory = directory
         self.shipped_drafter = shipped_drafter
         config = model.config.get_text_config()
+        _check_usable(model, config)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -47,7 +51,7 @@ class HFTarget:
         self._captured: dict[int, Tensor] = {}
         self.aux_layer_ids: tuple[int, ...] = ()
         self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
-        self.tap(aux_layer_ids or self.default_aux_layer_ids)
+        self.tap(self.default_aux_layer_ids if aux_layer_ids is None else aux_layer_ids)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,11 +73,19 @@ class HFTarget:
 
     @property
     def final_norm_weight(self) -> Tensor:
-        """Weight of the norm before the head, where the decoder calls it `norm`, as the Llama family does."""
+        """What the norm before the head multiplies by, where the decoder calls it `norm`, as the Llama family does."""
         norm = getattr(self.model.get_decoder(), "norm", None)
         if norm is None:
             raise TargetError(f"{type(self.model).__name__} has no final norm named `norm`")
-        return norm.weight
+        return self.norm_scale(norm)
+
+    def norm_scale(self, norm: nn.Module) -> Tensor:
+        """What one of its RMS norms multiplies by, whether it stores that or, as Gemma's, the difference from one."""
+        weight = next(norm.parameters())
+        with torch.no_grad():
+            # A large constant: its root mean square is itself, and the norm's epsilon is nothing beside it.
+            scale: Tensor = norm(torch.full((self.hidden_size,), 1024.0, dtype=weight.dtype, device=weight.device))
+        return scale
 
     def tap(self, aux_layer_ids: tuple[int, ...]) -> None:
         """Choose the layers whose entering residual stream `forward` returns; replaces the earlier choice."""
@@ -105,9 +117,10 @@ class HFTarget:
         return float(first - second)
 
     def fingerprint(self) -> str:
-        """A hash that tells these weights from others, the same in every precision they are loaded in.
+        """A hash that tells these weights from others, the same whether they are loaded in float32 or in bfloat16.
 
         It covers 64 elements spread over each parameter, rounded to bfloat16, so it takes milliseconds at any size.
+        In float16, small weights have lost bits that bfloat16 keeps, so it may differ there.
         """
         samples, names = [], []
         for name, parameter in sorted(self.model.named_parameters()):
@@ -125,6 +138,22 @@ class HFTarget:
         return keep
 
 
+def _check_usable(model: "PreTrainedModel", config: Any) -> None:
+    """Refuse models whose memory cannot be cut back to an earlier token, and those that read ahead."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - CUTTABLE_LAYER_TYPES
+    if unknown or getattr(model, "_is_stateful", False):
+        kinds = f" ({', '.join(sorted(unknown))})" if unknown else ""
+        raise TargetError(
+            f"{type(model).__name__} keeps a running state{kinds} that cannot be cut back when a draft is rejected",
+            hint="use a target whose layers all attend over a key-value cache",
+        )
+    if getattr(config, "is_decoder", True) is False:
+        raise TargetError(
+            f"{type(model).__name__} is an encoder here: each token sees the ones after it",
+            hint="the target must be a decoder-only causal LM",
+        )
+
+
 def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:
     """The decoder's list of layers, found by its length rather than by a table of model families."""
     decoder = model.get_decoder()
@@ -140,7 +169,8 @@ def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:
 def _eos_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """End tokens of the model's generation settings and of its tokenizer."""
     generation_config = getattr(model, "generation_config", None)
-    found = (getattr(generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    configs = (generation_config, model.config, model.config.get_text_config(), tokenizer)
+    found = [getattr(config, "eos_token_id", None) for config in configs]
     ids: set[int] = set()
     for value in found:
         ids.update(value if isinstance(value, list | tuple) else [value] if value is not None else [])

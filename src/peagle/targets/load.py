@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from peagle.errors import MissingExtraError, TargetError
 from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET, CatalogEntry
@@ -44,17 +45,24 @@ def load_target(
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen_dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen_dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(
             f"cannot load a causal LM from {directory}: {_first_line(error)}",
             hint="the directory must hold config.json, tokenizer.json and safetensors weights of one model",
         ) from error
+    model, report = loaded
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise TargetError(
+            f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
+            hint="its weights are incomplete, and would be filled with random numbers; copy them again",
+        )
     return HFTarget(
         model.to(chosen_device),
         tokenizer,
-        name=name if name in CATALOG else directory.name,
+        name=_short_name(name),
         directory=directory,
         shipped_drafter=ASSETS / CATALOG[name].drafter if name in CATALOG else None,
         aux_layer_ids=aux_layer_ids,
@@ -78,15 +86,31 @@ def find_target(name: str) -> Path:
     return _from_hub(name)
 
 
+def _short_name(name: str) -> str:
+    """What a target is called: its catalog name, its model id, or the last part of its path."""
+    path = Path(name).expanduser()
+    if name in CATALOG or not path.exists():
+        return name
+    return path.stem if path.is_file() else path.resolve().name
+
+
 def choose_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
+        if chosen.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"peagle does not run on {chosen.type}")
     except RuntimeError as error:
         raise TargetError(f"unknown device {device!r}", hint='use "auto", "cpu", "cuda" or "cuda:0"') from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise TargetError("device cuda was asked for, but torch sees no GPU", hint="use --device cpu")
+    if chosen.type == "cuda":
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not num_gpus:
+            raise TargetError(f"device {device} was asked for, but torch sees no GPU", hint="use --device cpu")
+        if (chosen.index or 0) >= num_gpus:
+            raise TargetError(
+                f"device {device} was asked for, but there are {num_gpus} GPUs", hint="they start at cuda:0"
+            )
     return chosen
 
 
@@ -108,14 +132,19 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def has_native_bfloat16() -> bool:
     """Whether this CPU has bfloat16 matrix instructions; without them such products are 10 to 100 times slower."""
+    flags = _cpu_flags()
+    return bool(flags & {"amx_bf16", "avx512_bf16"}) or (platform.machine() == "aarch64" and "bf16" in flags)
+
+
+def _cpu_flags() -> set[str]:
+    """Words of the system's description of the CPU, instruction flags among them; none where it has no such file."""
     with contextlib.suppress(OSError):
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-        return bool(flags & {"amx_bf16", "avx512_bf16"}) or (platform.machine() == "aarch64" and "bf16" in flags)
-    return False
+        return set(Path("/proc/cpuinfo").read_text().split())
+    return set()
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("PEAGLE_CACHE", Path.home() / ".cache" / "peagle"))
+    return Path(os.environ.get("PEAGLE_CACHE") or "~/.cache/peagle").expanduser()
 
 
 def convert_gguf(path: Path, name: str) -> Path:
@@ -130,17 +159,31 @@ def convert_gguf(path: Path, name: str) -> Path:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "gguf", f"reading {path.name}")
     log.info("converting %s once, into %s", path.name, destination)
+    model, tokenizer = _read_gguf(path)
+    try:
+        _write_once(model, tokenizer, destination)
+    except OSError as error:
+        raise TargetError(
+            f"cannot keep the converted weights in {destination.parent}: {error}",
+            hint="set PEAGLE_CACHE to a directory that can be written and has room",
+        ) from error
+    return destination
+
+
+def _write_once(model: Any, tokenizer: Any, destination: Path) -> None:
+    """Save into `destination`, which appears complete or not at all."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".converting-"))
     try:
-        model, tokenizer = _read_gguf(path)
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        with contextlib.suppress(OSError):  # another process finished the same conversion first
+        try:
             scratch.rename(destination)
+        except OSError:
+            if not destination.is_dir():  # else another process finished the same conversion first
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return destination
 
 
 def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -148,7 +191,7 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
     except Exception as error:  # a damaged file fails in gguf, numpy, struct or transformers, wherever it broke
         raise TargetError(
             f"{path} cannot be read as a GGUF model: {_first_line(error)}",
@@ -168,9 +211,17 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 
 def _gguf_digest(path: Path) -> str:
-    """A short key of a GGUF file: its size and its first MiB, which holds the metadata and the tensor table."""
+    """A short key of a GGUF file: its size and 128 pieces of 16 KiB spread over it, the first and the last included.
+
+    Metadata alone would not do: two trainings of one model can agree in all of it.
+    """
+    size, piece, num_pieces = path.stat().st_size, 1 << 14, 128
+    digest = hashlib.sha256(f"{size}:".encode())
     with path.open("rb") as file:
-        return hashlib.sha256(f"{path.stat().st_size}:".encode() + file.read(1 << 20)).hexdigest()[:12]
+        for index in range(num_pieces):
+            file.seek(max(size - piece, 0) * index // (num_pieces - 1))
+            digest.update(file.read(piece))
+    return digest.hexdigest()[:12]
 
 
 def _from_package(entry: CatalogEntry) -> Path:

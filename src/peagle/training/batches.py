@@ -39,8 +39,16 @@ class Batch(NamedTuple):
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        tensors = {name: move(part) for name, part in self._asdict().items() if isinstance(part, Tensor)}
-        return self._replace(slots=Slots(*map(move, self.slots)), **tensors)
+        return Batch(
+            move(self.token_ids_BT),
+            Slots(*map(move, self.slots)),
+            move(self.row_N),
+            move(self.slot_N),
+            move(self.depth_N),
+            move(self.judge_N),
+            move(self.weight_N),
+            self.num_labels,
+        )
 
 
 def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int) -> list[int]:

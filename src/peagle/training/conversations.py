@@ -66,8 +66,8 @@ def read_conversations(
 ) -> ConversationSet:
     """Read a JSONL or JSON-array file (plain or gzipped); each row may have any of the shapes in ROW_SHAPES.
 
-    Rows are cut at `max_length` tokens; ids must lie below `vocab_size`, by default the tokenizer's. A row that cannot be understood is a DataError that names its line; a file
-    of which no row can be trained on is one, too.
+    Rows are cut at `max_length` tokens; ids must lie below `vocab_size`, by default the tokenizer's. A row that cannot
+    be understood is a DataError that names its line; a file of which no row can be trained on is one, too.
     """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")

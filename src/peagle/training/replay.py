@@ -15,6 +15,7 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.drafter.slots import slot_inputs, training_slots, visible
+from peagle.errors import ConfigError
 from peagle.targets.hf import HFTarget
 from peagle.training.batches import pad_rows
 from peagle.training.cod import max_depths
@@ -47,33 +48,43 @@ def replay(
     rows_at_once: int = 4,
 ) -> ReplayResult:
     """Replay the answers in `conversations`, which must be the target's greedy ones, at `num_draft_tokens`."""
+    if not drafter.config.parallel:
+        raise ConfigError(
+            f"replay is for parallel drafters; this one is {drafter.config.method}",
+            hint="measure its acceptance by decoding",
+        )
     drafter.config.check_num_draft_tokens(num_draft_tokens)
     counts = [0] * num_draft_tokens
     num_drafts = 0
     was_training = drafter.training
     drafter.eval()
-    order = sorted(conversations, key=len)
-    for first in range(0, len(order), rows_at_once):
-        rows = order[first : first + rows_at_once]
-        token_ids_BT, loss_mask_BT = pad_rows(rows, max(len(row) for row in rows))
-        depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
-        drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
-        for row, conversation in enumerate(rows):
-            for accepted in _walk(drafts_BTK[row], conversation, num_draft_tokens):
-                num_drafts += 1
-                for position in range(accepted):
-                    counts[position] += 1
-    drafter.train(was_training)
+    # Shorter ones hold no draft: a first token of the text, an answer's first token, and one to draft.
+    order = sorted((row for row in conversations if len(row) >= 3), key=len)
+    try:
+        for first in range(0, len(order), rows_at_once):
+            rows = order[first : first + rows_at_once]
+            token_ids_BT, loss_mask_BT = pad_rows(rows, max(len(row) for row in rows))
+            depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
+            drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
+            for row, conversation in enumerate(rows):
+                for accepted in _walk(drafts_BTK[row], conversation, num_draft_tokens):
+                    num_drafts += 1
+                    for position in range(accepted):
+                        counts[position] += 1
+    finally:
+        drafter.train(was_training)
     return ReplayResult(num_drafts, tuple(counts))
 
 
+@torch.no_grad()
 def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
     """Draft tokens (target ids) [B, T - 2, K] from every anchor; -1 at depths beyond `depths_BT`."""
     slots = training_slots(depths_BT.clamp_min(1)).to(target.device)
     aux_hidden_BTA = target.forward(token_ids_BT).aux_hidden_BTA
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
         fused_mask_D = drafter.fuse(drafter.mask_hidden.to(aux_hidden_BTA.dtype))
-        mask_token_id = drafter.config.mask_token_id or 0
+        mask_token_id = drafter.config.mask_token_id
+        assert mask_token_id is not None, "only parallel drafters are replayed"
         inputs = slot_inputs(slots, token_ids_BT, drafter.fuse(aux_hidden_BTA), mask_token_id, fused_mask_D)
         states_BSD = drafter(*inputs, slots.position_BS, visible(slots, slots)).normed_BSD
     num_depths = max(1, int(depths_BT.max()))

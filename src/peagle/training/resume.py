@@ -3,67 +3,120 @@
 import dataclasses
 import json
 import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.errors import ConfigError
+from peagle.errors import CheckpointError, ConfigError
 from peagle.training.config import TrainConfig
 
 # Settings that may differ when a run goes on: they say where and how often, not what is learned.
 FREE_SETTINGS = {"output", "save_every", "log_every", "compile"}
 
 
-class RunState:
-    """Directory `run/` inside the output: settings, metrics.jsonl, and state.pt while the run is unfinished."""
+@dataclass
+class Progress:
+    """How far a run is; changed in place by the trainer."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    step: int
+    """optimizer steps done"""
+    depth_sums: Tensor
+    """since the last line of metrics, by depth: loss, correct guesses, slots; float [3, num_draft_tokens]"""
+
+    @classmethod
+    def begin(cls, num_draft_tokens: int, device: torch.device) -> "Progress":
+        return cls(0, torch.zeros(3, num_draft_tokens, device=device))
+
+
+class RunState:
+    """Directory `run/` inside the output: settings, metrics.jsonl, and state.pt while the run is unfinished.
+
+    `inputs` are facts about what the settings only name, like the target's weights; they must not change either.
+    """
+
+    def __init__(self, config: TrainConfig, inputs: Mapping[str, Any] | None = None) -> None:
         self.directory = config.output / "run"
         self._state = self.directory / "state.pt"
         self._metrics = self.directory / "metrics.jsonl"
-        self._settings = {
-            field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
-        }
+        self._settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        self._settings |= inputs or {}
         self._check_settings()
 
     @property
     def can_continue(self) -> bool:
         return self._state.exists()
 
-    def restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer) -> int:
-        """Load the saved state into both and return the step to go on from; 0 when there is none."""
+    def restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Load the saved state into all three; without one, begin a new run and leave them as they are."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "settings.json").write_text(json.dumps(self._settings, indent=2) + "\n")
+        _write_whole(self.directory / "settings.json", json.dumps(self._settings, indent=2) + "\n")
         if not self.can_continue:
             self._metrics.unlink(missing_ok=True)
-            return 0
-        state = torch.load(self._state, map_location=next(drafter.parameters()).device, weights_only=True)
-        drafter.load_state_dict(state["drafter"])
-        optimizer.load_state_dict(state["optimizer"])
-        self._drop_metrics_after(state["step"])
-        return int(state["step"])
+            return
+        try:
+            state = torch.load(self._state, map_location=next(drafter.parameters()).device, weights_only=True)
+            drafter.load_state_dict(state["drafter"])
+            optimizer.load_state_dict(state["optimizer"])
+            progress.step, progress.depth_sums = int(state["step"]), state["depth_sums"]
+        except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"the state of the unfinished run, {self._state}, cannot be read: {first_line}",
+                hint="the file is corrupt, cut short or of another version; remove it to train from the start",
+            ) from error
+        self._keep_metrics_up_to(progress.step)
 
-    def save(self, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         scratch = self._state.with_suffix(".tmp")
-        state = {"step": step, "drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "step": progress.step,
+            "depth_sums": progress.depth_sums,
+            "drafter": drafter.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         torch.save(state, scratch)
         os.replace(scratch, self._state)
 
-    def log(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl. Lines without a loss are measurements (see `is_measured`)."""
         with self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one that was cut off while being written is left out."""
+        lines = []
+        for text in self._metrics.read_text().splitlines() if self._metrics.exists() else []:
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                continue
+        return lines
+
+    def is_measured(self, step: int) -> bool:
+        return any(line["step"] == step and "loss" not in line for line in self.metrics())
 
     def finish(self) -> None:
         """Drop the optimizer state; settings and metrics stay."""
         self._state.unlink(missing_ok=True)
+        self._state.with_suffix(".tmp").unlink(missing_ok=True)
 
     def _check_settings(self) -> None:
-        path = self.directory / "settings.json"
-        if not self.can_continue or not path.exists():
+        if not self.can_continue:
             return
-        earlier = json.loads(path.read_text())
+        path = self.directory / "settings.json"
+        try:
+            earlier = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(
+                f"{self.directory.parent} holds an unfinished run whose settings, {path}, cannot be read: {error}",
+                hint=f"remove {self._state} to train from the start",
+            ) from error
         differing = [
             f"{name} was {earlier.get(name)!r}, is {value!r}"
             for name, value in self._settings.items()
@@ -75,11 +128,16 @@ class RunState:
                 hint="give the earlier settings to go on with it, or another output to start anew",
             )
 
-    def _drop_metrics_after(self, step: int) -> None:
+    def _keep_metrics_up_to(self, step: int) -> None:
         """Forget lines of steps that will be run again."""
-        if self._metrics.exists():
-            lines = [line for line in self._metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
-            self._metrics.write_text("".join(line + "\n" for line in lines))
+        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        _write_whole(self._metrics, "".join(kept))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from peagle.drafter.card import DrafterCard, TargetIdentity
 from peagle.drafter.checkpoint import save_drafter
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, DataError
 from peagle.provenance import provenance
 from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
@@ -31,15 +31,14 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     """Train a drafter for `target` and write its directory (compact form) to `config.output`.
 
     An unfinished run of the same settings is continued. With `held_out` conversations, acceptance is replayed at
-    every save and recorded in the metrics and the card.
+    every save and recorded in the metrics and the card. Nothing is written before settings and data were checked.
     """
-    if config.max_length > target.max_length:
-        raise ConfigError(f"max_length {config.max_length} exceeds the target's {target.max_length}")
+    _check_limits(target, config)
     read = functools.partial(read_conversations, tokenizer=target.tokenizer, vocab_size=target.vocab_size)
     conversations = read(config.data, max_length=config.max_length)
+    _check_labels(conversations, config)
     held_out = config.held_out and read(config.held_out, max_length=target.max_length)
-    if config.aux_layer_ids is not None:
-        target.tap(config.aux_layer_ids)
+    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
     drafter_config = config_for_target(
         target,
         num_layers=config.num_layers,
@@ -48,31 +47,57 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
         fc_norm=config.fc_norm,
         embeddings=config.embeddings,
     )
+    inputs = {"target_weights": target.fingerprint(), "data_bytes": config.data.stat().st_size}
+    run = RunState(config, inputs)
     drafter = create_drafter(target, drafter_config, config.init, config.seed)
-    trainer = Trainer(target, drafter, config, RunState(config))
+    trainer = Trainer(target, drafter, config, run)
     log.info(
-        "training on %d conversations (%d answer tokens) from step %d",
+        "training on %d conversations (%d answer tokens; %d cut at max_length, %d without an answer left out) "
+        "from step %d",
         len(conversations),
         conversations.num_answer_tokens,
+        conversations.num_cut,
+        conversations.num_dropped,
         trainer.step,
     )
-    results: list[ReplayResult] = []
 
     def on_save(step: int) -> dict[str, Any]:
-        if not held_out:
-            return {}
-        results.append(replay(target, drafter, held_out.conversations, config.num_draft_tokens))
-        return {"replay": _replay_record(results[-1])}
+        assert held_out, "measured only with held-out conversations"
+        return {"replay": _replay_record(replay(target, drafter, held_out.conversations, config.num_draft_tokens))}
 
-    trainer.train(conversations.conversations, on_step, on_save)
-    card = _card(target, drafter, config, conversations, results[-1] if results else None)
+    trainer.train(conversations.conversations, on_step, on_save if held_out else None)
+    # From the metrics file, because an earlier process may have measured and then been stopped.
+    replays = [line["replay"] for line in run.metrics() if "replay" in line]
+    card = _card(target, drafter, config, conversations, replays[-1] if replays else None)
     save_drafter(drafter, config.output, card, full=False)
-    trainer.run.finish()
+    run.finish()
     return drafter
 
 
+def _check_limits(target: HFTarget, config: TrainConfig) -> None:
+    if config.max_length > target.max_length:
+        raise ConfigError(
+            f"max_length {config.max_length} exceeds the target's {target.max_length}",
+            hint=f"use at most {target.max_length}",
+        )
+    if config.init == "target" and config.num_layers > target.num_layers:
+        raise ConfigError(
+            f"num_layers {config.num_layers} exceeds the target's {target.num_layers}, so they cannot start as copies",
+            hint=f"use at most {target.num_layers} layers, or init = random",
+        )
+
+
+def _check_labels(conversations: ConversationSet, config: TrainConfig) -> None:
+    """Refuse data that teaches nothing: an answer's first token is the target's own, drafts begin with its second."""
+    if not any((row.loss_mask[1:-1] & row.loss_mask[2:]).any() for row in conversations):
+        raise DataError(
+            f"{config.data}: no row has an answer of two tokens or more within max_length = {config.max_length}",
+            hint="give longer answers, or raise max_length above the length of the prompts",
+        )
+
+
 def _card(
-    target: HFTarget, drafter: Drafter, config: TrainConfig, data: ConversationSet, result: ReplayResult | None
+    target: HFTarget, drafter: Drafter, config: TrainConfig, data: ConversationSet, result: dict[str, Any] | None
 ) -> DrafterCard:
     settings = {key: value for key, value in dataclasses.asdict(config).items() if not isinstance(value, Path)}
     is_cuda = target.device.type == "cuda"
@@ -86,8 +111,10 @@ def _card(
             "file": config.data.name,
             "num_conversations": len(data),
             "num_answer_tokens": data.num_answer_tokens,
+            "num_cut": data.num_cut,
+            "num_dropped": data.num_dropped,
         },
-        acceptance={} if result is None else {"held_out_replay": _replay_record(result)},
+        acceptance={} if result is None else {"held_out_replay": result},
         training=settings
         | ({"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if is_cuda else {}),
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),

@@ -1,0 +1,128 @@
+"""The door: overview, version, unknown commands, and how a command ends when it is stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from peagle import __version__
+from peagle.cli.main import COMMANDS, main
+from peagle.errors import PeagleError
+
+
+def stand_in(monkeypatch, action):
+    """Put `action` in the place of the doctor command."""
+    monkeypatch.setitem(sys.modules, "peagle.cli.doctor", SimpleNamespace(main=action))
+
+
+def in_new_process(*argv, stdout=subprocess.PIPE):
+    code = "from peagle.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *argv], stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_overview_names_every_command_and_the_default_models(peagle, argv):
+    result = peagle(*argv)
+    assert result.status == 0 and result.err == ""
+    assert all(f"\n  {name} " in result.out for name in COMMANDS)
+    assert "SmolLM2-135M-Instruct" in result.out
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_is_one_line(peagle, flag):
+    assert peagle(flag).out == f"peagle {__version__}\n"
+
+
+def test_unknown_command_is_refused_with_the_nearest_name(peagle):
+    result = peagle("generat", "hello")
+    assert result.status == 2 and result.out == ""
+    assert result.err.startswith("error: no command 'generat'\nhint: did you mean 'generate'?")
+
+
+def test_unknown_command_that_resembles_none_is_answered_with_all_names(peagle):
+    assert all(name in peagle("xyzzy").err for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_status_0_and_is_data(peagle, command):
+    result = peagle(command, "--help")
+    assert result.status == 0 and result.err == ""
+    assert result.out.startswith(f"usage: peagle {command}")
+
+
+def test_no_help_loads_torch_or_transformers():
+    code = (
+        "import sys\n"
+        "from peagle.cli.main import COMMANDS, run\n"
+        "for argv in [['--help'], ['--version'], *([name, '--help'] for name in COMMANDS)]:\n"
+        "    assert run(argv) == 0\n"
+        "    heavy = {'torch', 'transformers', 'numpy.linalg'} & set(sys.modules)\n"
+        "    assert not heavy, (argv, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_without_a_hint_is_given_one(peagle, monkeypatch):
+    def fail(argv):
+        raise PeagleError("nothing works")
+
+    stand_in(monkeypatch, fail)
+    result = peagle("doctor")
+    assert result.status == 2
+    assert result.err == "error: nothing works\nhint: `peagle doctor --help` lists the options and what they take\n"
+
+
+def test_a_file_that_the_system_refuses_is_one_paragraph(peagle, monkeypatch, tmp_path):
+    stand_in(monkeypatch, lambda argv: (tmp_path / "none" / "file").write_text("x"))
+    result = peagle("doctor")
+    assert result.status == 2
+    assert f"{tmp_path / 'none' / 'file'}: No such file or directory\nhint: " in result.err
+
+
+def test_a_defect_of_ours_keeps_its_traceback(peagle, monkeypatch):
+    stand_in(monkeypatch, lambda argv: [].pop())
+    with pytest.raises(IndexError):
+        peagle("doctor")
+
+
+def test_an_interrupt_from_the_keyboard_ends_with_status_130(peagle, monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    stand_in(monkeypatch, interrupted)
+    result = peagle("doctor")
+    assert (result.status, result.out, result.err) == (130, "", "\ninterrupted\n")
+
+
+def test_being_asked_to_terminate_ends_with_status_130(monkeypatch, capsys):
+    def terminated(argv):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    stand_in(monkeypatch, terminated)
+    monkeypatch.setattr(sys, "argv", ["peagle", "doctor"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert end.value.code == 130 and "interrupted" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error_to_complain_about():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = in_new_process("--help", stdout=writing)
+    os.close(writing)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+def test_the_process_ends_with_the_status_of_the_command():
+    done = in_new_process("evil")
+    assert done.returncode == 2 and done.stderr.startswith("error: no command 'evil'\nhint: did you mean 'eval'?")

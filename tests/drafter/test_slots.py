@@ -1,0 +1,158 @@
+"""Slots: the worked example of the module, and that training rows are serving rows."""
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes import aux_of, inputs_of, serving_logits, training_logits
+from peagle.drafter import slots as slots_module
+from peagle.drafter.slots import PADDING, Slots, context_slots, serving_slots, slot_inputs, training_slots, visible
+from tiny import tiny_drafter, tiny_target
+
+DEPTHS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda rest: [max(rest[0], 1), *rest[1:]])
+
+
+def listed(slots: Slots, row: int = 0) -> list[tuple[int, int]]:
+    return list(zip(slots.anchor_BS[row].tolist(), slots.depth_BS[row].tolist(), strict=True))
+
+
+def test_the_worked_example_of_the_module_is_true() -> None:
+    assert doctest.testmod(slots_module).failed == 0
+    assert doctest.testmod(slots_module).attempted > 5
+
+
+@given(depths=DEPTHS)
+@settings(deadline=None, max_examples=40)
+def test_training_slots_are_every_kept_depth_of_every_anchor_ordered_by_depth(depths: list[int]) -> None:
+    expected = sorted((depth, anchor) for anchor, count in enumerate(depths) for depth in range(count))
+    assert listed(training_slots(torch.tensor([depths]))) == [(anchor, depth) for depth, anchor in expected]
+
+
+@given(depths=DEPTHS)
+@settings(deadline=None, max_examples=40)
+def test_a_slot_sees_the_text_up_to_its_anchor_and_its_own_chain_and_nothing_else(depths: list[int]) -> None:
+    slots = training_slots(torch.tensor([depths]))
+    sees = visible(slots, slots)[0]
+    for query, (query_anchor, query_depth) in enumerate(listed(slots)):
+        for key, (key_anchor, key_depth) in enumerate(listed(slots)):
+            is_text = key_depth == 0 and key_anchor <= query_anchor
+            is_chain = key_anchor == query_anchor and key_depth <= query_depth
+            assert bool(sees[query, key]) == (is_text or is_chain)
+
+
+@given(first=st.integers(0, 6), num_anchors=st.integers(1, 4), num_draft_tokens=st.integers(1, 5))
+@settings(deadline=None, max_examples=40)
+def test_serving_is_plain_causal_attention_over_the_cache_and_the_new_slots(
+    first: int, num_anchors: int, num_draft_tokens: int
+) -> None:
+    slots = serving_slots(first, num_anchors, num_draft_tokens)
+    num_slots = num_anchors + num_draft_tokens - 1
+    keys = context_slots(first).followed_by(slots)
+    assert slots.anchor_BS.shape == (1, num_slots)
+    assert keys.position_BS[0].tolist() == list(range(first + num_slots)), "positions count on from the cache"
+    causal = torch.ones(num_slots, first + num_slots).tril(first).bool()
+    assert torch.equal(visible(slots, keys)[0], causal)
+
+
+@given(depths=st.lists(st.integers(1, 4), min_size=1, max_size=8), data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_an_anchor_sees_and_reads_in_training_what_it_sees_and_reads_when_served(
+    depths: list[int], data: st.DataObject
+) -> None:
+    anchor = data.draw(st.integers(0, len(depths) - 1))
+    count = depths[anchor]
+    flat, served = training_slots(torch.tensor([depths])), serving_slots(anchor, 1, count)
+    keys = context_slots(anchor).followed_by(served)
+    rows = {slot: row for row, slot in enumerate(listed(flat))}
+    for served_row, slot in enumerate(listed(served)):
+        row = rows[slot]
+        seen_flat = {listed(flat)[key] for key in visible(flat, flat)[0, row].nonzero().flatten().tolist()}
+        seen_served = {listed(keys)[key] for key in visible(served, keys)[0, served_row].nonzero().flatten().tolist()}
+        assert seen_flat == seen_served
+        assert flat.position_BS[0, row] == served.position_BS[0, served_row] == sum(slot)
+
+
+def test_the_label_of_a_slot_is_the_token_after_the_one_at_its_position_plus_one() -> None:
+    slots = training_slots(torch.tensor([[3, 1, 2]]))
+    labels = dict(zip(listed(slots), slots.label_BS[0].tolist(), strict=True))
+    assert labels == {(0, 0): 2, (0, 1): 3, (0, 2): 4, (1, 0): 3, (2, 0): 4, (2, 1): 5}
+    served = serving_slots(first_anchor=3, num_anchors=2, num_draft_tokens=3)
+    assert served.label_BS[0, -3:].tolist() == [6, 7, 8], "x[0..5] is known, so drafts begin with x[6]"
+
+
+def test_rows_are_padded_with_slots_that_no_slot_sees() -> None:
+    slots = training_slots(torch.tensor([[2, 2, 2], [1, 1, 0], [1, 0, 0]]), num_slots=8)
+    is_padding_BS = slots.depth_BS == PADDING
+    assert is_padding_BS.sum(1).tolist() == [2, 6, 7]
+    sees = visible(slots, slots)
+    assert not sees[is_padding_BS[:, None].expand_as(sees)].any()
+    assert sees.any(-1).all(), "every query sees something, so that no attention row is empty"
+    assert (slots.position_BS >= 0).all()
+
+
+def test_padding_reads_placeholders_and_changes_no_real_slot() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    token_ids_BT, aux_BTA = aux_of(target)
+    token_ids_BT, aux_BTA = token_ids_BT.expand(2, -1).clone(), aux_BTA.expand(2, -1, -1).clone()
+    num_anchors = token_ids_BT.shape[1] - 1
+    depths_BT = torch.full((2, num_anchors), 3)
+    depths_BT[1, 5:] = 0
+    slots, logits = training_logits(drafter, depths_BT, token_ids_BT, aux_BTA)
+    alone_slots, alone = training_logits(drafter, depths_BT[1:, :5], token_ids_BT[1:, :6], aux_BTA[1:, :6])
+    num_real = alone_slots.depth_BS.shape[1]
+    assert logits.isfinite().all()
+    assert listed(slots, 1)[:num_real] == listed(alone_slots)
+    assert torch.allclose(logits[1, :num_real], alone[0], atol=1e-5)
+    token_ids_BS, _ = inputs_of(drafter, slots, token_ids_BT, aux_BTA)
+    assert (token_ids_BS[slots.depth_BS == PADDING] == drafter.config.mask_token_id).all()
+
+
+def test_inputs_pair_each_state_with_the_token_after_it() -> None:
+    tokens, states = torch.arange(50, 56)[None], torch.arange(6.0)[None, :, None]
+    token_ids, fused = slot_inputs(training_slots(torch.tensor([[2, 1, 1]])), tokens, states, 7, torch.tensor([-1.0]))
+    assert token_ids.tolist() == [[51, 52, 53, 7]]
+    assert fused[0, :, 0].tolist() == [0, 1, 2, -1]
+    served = slot_inputs(serving_slots(2, 2, 2), tokens[:, 2:], states[:, 2:], 7, torch.tensor([-1.0]), offset=2)
+    assert served[0].tolist() == [[53, 54, 7]] and served[1][0, :, 0].tolist() == [2, 3, -1]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
+        {"rope_parameters_type": "yarn"},
+    ],
+    ids=["fc_norm", "norm_before_fc", "yarn"],
+)
+def test_one_training_pass_gives_the_logits_that_serving_gives_at_every_anchor(step: int, switches: dict) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    target = tiny_target(**({"rope_parameters": rope} if switches.pop("rope_parameters_type", None) else {}))
+    drafter = tiny_drafter(target, num_layers=3, **switches)
+    token_ids_BT, aux_BTA = aux_of(target)
+    depths_BT = torch.full((1, token_ids_BT.shape[1] - 1), 4)
+    slots, flat = training_logits(drafter, depths_BT, token_ids_BT, aux_BTA)
+    served = serving_logits(drafter, 4, token_ids_BT, aux_BTA, step)
+    compared = 0
+    for row, (anchor, depth) in enumerate(listed(slots)):
+        if anchor in served:
+            assert torch.allclose(flat[0, row], served[anchor][depth], atol=1e-5), (anchor, depth)
+            compared += 1
+    assert compared == 4 * len(served) and len(served) == -(-depths_BT.shape[1] // step)
+
+
+def test_dropping_depths_of_other_anchors_changes_no_remaining_slot() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    token_ids_BT, aux_BTA = aux_of(target)
+    num_anchors = token_ids_BT.shape[1] - 1
+    whole_slots, whole = training_logits(drafter, torch.full((1, num_anchors), 4), token_ids_BT, aux_BTA)
+    sampled_slots, sampled = training_logits(drafter, torch.randint(1, 5, (1, num_anchors)), token_ids_BT, aux_BTA)
+    rows = {slot: row for row, slot in enumerate(listed(whole_slots))}
+    for row, slot in enumerate(listed(sampled_slots)):
+        assert torch.allclose(sampled[0, row], whole[0, rows[slot]], atol=1e-5), slot

@@ -1,0 +1,47 @@
+"""The placeholder's token, and draft vocabularies."""
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from peagle.drafter.vocab import check_offsets, choose_mask_token_id, draft_to_target
+from peagle.errors import ConfigError
+from tiny import tiny_tokenizer
+
+
+def test_the_mask_token_is_the_first_embedding_row_beyond_the_tokenizer() -> None:
+    tokenizer = tiny_tokenizer()
+    assert choose_mask_token_id(tokenizer, len(tokenizer) + 20) == len(tokenizer)
+
+
+def test_without_a_spare_row_it_is_the_tokenizers_mask_token() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert choose_mask_token_id(tokenizer, len(tokenizer)) == tokenizer.convert_tokens_to_ids("<mask>")
+
+
+def test_then_it_is_the_last_special_token_that_has_no_role_and_is_not_in_the_template() -> None:
+    tokenizer = tiny_tokenizer(chat_template="{{ '<used>' }}")
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<reserved_0>", "<reserved_1>", "<used>")])
+    tokenizer.add_tokens(["plain"])
+    assert choose_mask_token_id(tokenizer, len(tokenizer)) == tokenizer.convert_tokens_to_ids("<reserved_1>")
+
+
+def test_a_vocabulary_without_an_unused_token_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(ConfigError, match="no unused token among the 268") as caught:
+        choose_mask_token_id(tokenizer, len(tokenizer))
+    assert "mask_token_id" in str(caught.value.hint)
+
+
+def test_offsets_are_added_to_draft_ids() -> None:
+    assert draft_to_target(torch.tensor([0, 2, 5])).tolist() == [0, 3, 7]
+    assert draft_to_target(torch.zeros(4, dtype=torch.long)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, 8], [0, -1, 0], [-1, 0, 0], [1, 0, 0]], ids=str)
+def test_offsets_that_leave_the_vocabulary_or_meet_are_refused(offsets: list[int]) -> None:
+    check_offsets(torch.tensor([0, 2, 5]), vocab_size=10)
+    with pytest.raises(ConfigError, match="a target id of its own below 10") as caught:
+        check_offsets(torch.tensor(offsets), vocab_size=10)
+    assert "offsets" in str(caught.value.hint)

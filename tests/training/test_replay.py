@@ -1,0 +1,166 @@
+"""Replay against an independent slow walk: one drafter pass a step, no cache, plain counting."""
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.drafter.slots import serving_slots, slot_inputs, visible
+from peagle.errors import ConfigError
+from peagle.training.conversations import Conversation
+from peagle.training.replay import ReplayResult, draft_everywhere, replay
+from tiny import tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return tiny_drafter(target, num_draft_tokens=5)
+
+
+@torch.no_grad()
+def greedy(target, token_ids, num_tokens):
+    token_ids = list(token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(int(target.forward(torch.tensor([token_ids])).logits_BTV[0, -1].argmax()))
+    return token_ids
+
+
+def conversation(target, *turns, seed=0):
+    """Each turn is (prompt length, answer length); the answers are the target's greedy ones."""
+    chance = np.random.default_rng(seed)
+    token_ids, mask = [], []
+    for prompt_length, answer_length in turns:
+        token_ids += chance.integers(3, 260, prompt_length).tolist()
+        token_ids = greedy(target, token_ids, answer_length)
+        mask += [False] * prompt_length + [True] * answer_length
+    return Conversation(np.array(token_ids, dtype=np.int32), np.array(mask))
+
+
+@torch.no_grad()
+def served_draft(target, drafter, token_ids, num_draft_tokens):
+    """Drafts after `token_ids`, of which the last was just emitted: the target has not read it yet."""
+    known = torch.tensor([token_ids])
+    fused = drafter.fuse(target.forward(known[:, :-1]).aux_hidden_BTA)
+    slots = serving_slots(0, len(token_ids) - 1, num_draft_tokens)
+    inputs = slot_inputs(slots, known, fused, drafter.config.mask_token_id, drafter.fuse(drafter.mask_hidden))
+    output = drafter(*inputs, slots.position_BS, visible(slots, slots))
+    return drafter.to_target_ids(drafter.logits(output.normed_BSD[0, -num_draft_tokens:]).argmax(-1)).tolist()
+
+
+def answers(conversation):
+    """(start, stop) of each run of answer tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], conversation.loss_mask.astype(int), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def slow_walk(target, drafter, conversations, num_draft_tokens):
+    num_drafts, accepted_per_position = 0, [0] * num_draft_tokens
+    for row in conversations:
+        token_ids = row.token_ids.tolist()
+        for start, stop in answers(row):
+            emitted = start + 1  # prefill emits the first token
+            while emitted < stop:
+                drafts = served_draft(target, drafter, token_ids[:emitted], num_draft_tokens)
+                num_drafts += 1
+                accepted = 0
+                for draft, answer in zip(drafts, token_ids[emitted:stop], strict=False):
+                    if draft != answer:
+                        break
+                    accepted_per_position[accepted] += 1
+                    accepted += 1
+                emitted += accepted + 1
+    return ReplayResult(num_drafts, tuple(accepted_per_position))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("init_seed", [0, 3])
+def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed):
+    target = tiny_target(seed=init_seed)
+    drafter = tiny_drafter(target, num_draft_tokens=5)
+    rows = [
+        conversation(target, (7, 24), seed=1),
+        conversation(target, (3, 5), (4, 1), (5, 9), seed=2),
+        conversation(target, (1, 12), (1, 8), seed=3),
+        conversation(target, (9, 2), seed=4),
+        conversation(target, (2, 1), seed=5),
+    ]
+    expected = slow_walk(target, drafter, rows, num_draft_tokens)
+    assert sum(expected.accepted_per_position) > 0, "drafts that are never accepted would prove little"
+    assert replay(target, drafter, rows, num_draft_tokens, rows_at_once=2) == expected
+    assert replay(target, drafter, rows[::-1], num_draft_tokens, rows_at_once=5) == expected
+
+
+def test_drafts_from_every_anchor_are_the_served_ones(target, drafter):
+    row = conversation(target, (4, 9))
+    token_ids = torch.from_numpy(row.token_ids).long()[None]
+    drafts = draft_everywhere(target, drafter, token_ids, torch.full((1, token_ids.shape[1] - 2), 5))
+    for anchor in range(token_ids.shape[1] - 2):
+        served = served_draft(target, drafter, token_ids[0, : anchor + 2].tolist(), 5)
+        assert drafts[0, anchor].tolist() == served, f"anchor {anchor}"
+
+
+def test_a_draft_counts_only_inside_its_answer(target, drafter):
+    row = conversation(target, (5, 6))
+    longer = conversation(target, (5, 12))
+    assert longer.token_ids[: len(row)].tolist() == row.token_ids.tolist()
+    cut = Conversation(longer.token_ids, np.arange(len(longer)) < len(row))
+    cut.loss_mask[:5] = False
+    assert replay(target, drafter, [cut], 5) == replay(target, drafter, [row], 5)
+
+
+def test_always_right_drafts_have_the_longest_acceptance(target, drafter, monkeypatch):
+    row = conversation(target, (4, 21))
+    tokens = torch.from_numpy(row.token_ids).long()
+
+    def perfect(target, drafter, token_ids, depths):
+        drafts = torch.full((1, len(tokens) - 2, 4), -1)
+        for depth in range(4):
+            known = tokens[2 + depth :]
+            drafts[0, : len(known), depth] = known[: len(tokens) - 2]
+        return drafts
+
+    monkeypatch.setattr("peagle.training.replay.draft_everywhere", perfect)
+    result = replay(target, drafter, [row], 4)
+    # 20 tokens after the first, five a step.
+    assert result.num_drafts == 4 and result.acceptance_length == 5.0 and result.per_position == [1.0] * 4
+
+
+def test_nothing_to_draft_counts_nothing(target, drafter):
+    rows = [
+        Conversation(np.array([5, 6], dtype=np.int32), np.array([False, True])),
+        Conversation(np.array([5], dtype=np.int32), np.array([True])),
+        Conversation(np.array([5, 6, 7], dtype=np.int32), np.array([False, False, True])),
+    ]
+    result = replay(target, drafter, rows, 2)
+    assert result == ReplayResult(0, (0, 0)) and result.acceptance_length == 1.0 and result.per_position == [0.0, 0.0]
+
+
+def test_more_draft_tokens_than_trained_are_refused(target, drafter):
+    with pytest.raises(ConfigError, match="between 1 and 5"):
+        replay(target, drafter, [], 6)
+
+
+def test_a_drafter_of_another_kind_is_refused(target):
+    eagle3 = tiny_drafter(target, parallel=False)
+    with pytest.raises(ConfigError, match="replay is for parallel drafters; this one is eagle3"):
+        replay(target, eagle3, [], 2)
+
+
+def test_the_drafter_is_left_in_the_mode_it_was_in(target, drafter, monkeypatch):
+    row = conversation(target, (3, 4))
+    drafter.train()
+    replay(target, drafter, [row], 2)
+    assert drafter.training
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peagle.training.replay.draft_everywhere", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replay(target, drafter, [row], 2)
+    assert drafter.training
+    drafter.eval()

@@ -1,0 +1,404 @@
+"""The training loop: its gradients, its schedule, and going on after an interruption as if there had been none."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from peagle.drafter.slots import slot_inputs, visible
+from peagle.errors import CheckpointError, ConfigError
+from peagle.training.batches import make_batch
+from peagle.training.config import TrainConfig
+from peagle.training.conversations import Conversation
+from peagle.training.losses import slot_losses
+from peagle.training.resume import RunState
+from peagle.training.trainer import Trainer, learning_rate
+from tiny import tiny_drafter, tiny_target
+
+NUM_DRAFT_TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def settings(output, **changes):
+    values = {
+        "num_layers": 1,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "max_length": 16,
+        "batch_size": 2,
+        "num_steps": 6,
+        "warmup_steps": 2,
+        "log_every": 3,
+        "save_every": 100,
+        "compile": "off",
+    }
+    return TrainConfig(data=Path("data.jsonl"), output=output, **(values | changes))
+
+
+def conversations(num_rows=5, length=16):
+    chance = np.random.default_rng(0)
+    mask = np.arange(length) >= 4
+    return [Conversation(chance.integers(3, 260, length).astype(np.int32), mask) for _ in range(num_rows)]
+
+
+def new_trainer(target, config):
+    drafter = tiny_drafter(target, num_layers=1, num_draft_tokens=NUM_DRAFT_TOKENS, embeddings=config.embeddings)
+    return Trainer(target, drafter.requires_grad_(True), config, RunState(config))
+
+
+def ignore(step, metrics):
+    pass
+
+
+def stop_after(num_steps):
+    def on_step(step, metrics):
+        if step == num_steps:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+def metrics_of(config, without=("steps_per_second",)):
+    lines = (config.output / "run" / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in without} for line in lines]
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+
+
+def assert_same_weights(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def plain_mean_loss(trainer, batch):
+    """The mean over labels in one autograd pass, each label's loss taken on its own."""
+    target, drafter = trainer.target, trainer.drafter
+    output = target.forward(batch.token_ids_BT)
+    mask_state = drafter.fuse(drafter.mask_hidden)
+    inputs = slot_inputs(
+        batch.slots, batch.token_ids_BT, drafter.fuse(output.aux_hidden_BTA), drafter.config.mask_token_id, mask_state
+    )
+    logits = drafter.logits(drafter(*inputs, batch.slots.position_BS, visible(batch.slots, batch.slots)).normed_BSD)
+    losses = []
+    for n in range(batch.num_labels):
+        draft = logits[batch.row_N[n], batch.slot_N[n]][None]
+        judge = output.logits_BTV[batch.row_N[n], batch.judge_N[n]][None]
+        losses.append(slot_losses(draft, judge, None, trainer.config.loss)[0])
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("embeddings", ["shared", "own"])
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_chunked_backward_gives_the_gradients_of_one_plain_pass(target, tmp_path, monkeypatch, loss, embeddings):
+    monkeypatch.setattr("peagle.training.trainer.LABEL_CHUNK", 16)
+    monkeypatch.setattr("peagle.training.batches.LABEL_CHUNK", 16)
+    trainer = new_trainer(target, settings(tmp_path, loss=loss, embeddings=embeddings))
+    batch = make_batch(conversations(), trainer.config, 0)
+    assert len(batch.row_N) > 16, "several chunks, or the test shows nothing"
+    chunked_loss, _ = trainer.accumulate_gradients(batch)
+    chunked = {name: parameter.grad.clone() for name, parameter in trainer.drafter.named_parameters()}
+    trainer.optimizer.zero_grad()
+    plain = plain_mean_loss(trainer, batch)
+    plain.backward()
+    assert chunked_loss.item() == pytest.approx(plain.item(), abs=1e-6)
+    for name, parameter in trainer.drafter.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(chunked[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert ("embed_tokens.weight" in chunked) == (embeddings == "own")
+
+
+def test_overfitting_one_batch_lowers_the_loss_and_leaves_the_target_alone(target, tmp_path):
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    config = settings(tmp_path, num_steps=40, log_every=5, learning_rate=3e-3)
+    trainer = new_trainer(target, config)
+    trainer.train(conversations(2), ignore)
+    losses = [line["loss"] for line in metrics_of(config)]
+    assert losses[-1] < 0.5 * losses[0], losses
+    accuracies = [line["accuracy_by_depth"] for line in metrics_of(config)]
+    assert accuracies[-1][0] > accuracies[0][0]
+    for name, tensor in target.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_own_embeddings_are_trained_and_the_targets_are_not(target, tmp_path):
+    table = target.embedding_VD.clone()
+    trainer = new_trainer(target, settings(tmp_path, embeddings="own", num_steps=2))
+    trainer.train(conversations(), ignore)
+    assert torch.equal(target.embedding_VD, table)
+    assert not torch.equal(trainer.drafter.embed_tokens.weight, table)
+
+
+def test_a_batch_without_labels_leaves_no_trace_but_weight_decay(target, tmp_path):
+    rows = [Conversation(np.arange(5, 9, dtype=np.int32), np.array([False, False, False, True]))]
+    trainer = new_trainer(target, settings(tmp_path, num_steps=1, weight_decay=0.0))
+    before = weights(trainer)
+    trainer.train(rows, ignore)
+    assert_same_weights(weights(trainer), before)
+    assert metrics_of(trainer.config)[0]["loss"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_target_in_half_precision_can_be_imitated_on_a_cpu_too(tmp_path, dtype):
+    target = tiny_target()
+    target.model.to(dtype)
+    config = settings(tmp_path, num_steps=3, log_every=1)
+    trainer = new_trainer(target, config)
+    trainer.train(conversations(), ignore)
+    assert all(math.isfinite(line["loss"]) for line in metrics_of(config))
+    assert {parameter.dtype for parameter in trainer.drafter.parameters()} == {torch.float32}
+
+
+def test_a_run_that_diverges_is_stopped_with_advice_and_its_state_is_not_saved(target, tmp_path):
+    trainer = new_trainer(target, settings(tmp_path))
+    with torch.no_grad():
+        trainer.drafter.fc.weight.fill_(float("nan"))
+    with pytest.raises(ConfigError) as caught:
+        trainer.train(conversations(), ignore)
+    assert caught.value.message == "the loss is nan after step 3: training diverged"
+    assert "learning_rate" in caught.value.hint and not trainer.run.can_continue
+
+
+def test_the_learning_rate_warms_up_holds_its_peak_and_ends_at_the_floor(tmp_path):
+    config = settings(tmp_path, num_steps=1000, warmup_steps=10, learning_rate=2.0, min_learning_rate_ratio=0.1)
+    assert learning_rate(0, config) == pytest.approx(0.2)
+    assert learning_rate(9, config) == learning_rate(10, config) == 2.0
+    assert learning_rate(505, config) == pytest.approx(2.0 * 0.55)
+    assert learning_rate(999, config) == pytest.approx(0.2, rel=1e-3)
+    assert learning_rate(1000, config) == learning_rate(5000, config) == pytest.approx(0.2)
+    rates = [learning_rate(step, config) for step in range(10, 1000)]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(("warmup_steps", "num_steps"), [(0, 1), (0, 5), (5, 5), (9, 5)])
+def test_odd_schedules_stay_between_zero_and_the_peak(tmp_path, warmup_steps, num_steps):
+    config = settings(tmp_path, num_steps=num_steps, warmup_steps=warmup_steps, min_learning_rate_ratio=0.0)
+    rates = [learning_rate(step, config) / config.learning_rate for step in range(num_steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+    assert rates[0] == (1.0 if warmup_steps == 0 else 1 / warmup_steps)
+
+
+def test_the_optimizer_follows_the_schedule_and_decays_matrices_only(target, tmp_path):
+    trainer = new_trainer(target, settings(tmp_path))
+    matrices, vectors = trainer.optimizer.param_groups
+    assert matrices["weight_decay"] == 0.05 and vectors["weight_decay"] == 0.0
+    assert any(parameter is trainer.drafter.mask_hidden for parameter in vectors["params"])
+    trainer.train_step(make_batch(conversations(), trainer.config, 0))
+    assert matrices["lr"] == vectors["lr"] == learning_rate(0, trainer.config)
+    assert trainer.step == 1
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(target, tmp_path_factory):
+    config = settings(tmp_path_factory.mktemp("uninterrupted"))
+    trainer = new_trainer(target, config)
+    trainer.train(conversations(), ignore)
+    return weights(trainer), metrics_of(config)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_run_interrupted_after_n_steps_goes_on_with_the_very_losses(target, tmp_path, uninterrupted, num_steps):
+    config = settings(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(target, config).train(conversations(), stop_after(num_steps))
+    second = new_trainer(target, config)
+    assert second.step == num_steps
+    second.train(conversations(), ignore)
+    assert_same_weights(weights(second), uninterrupted[0])
+    assert metrics_of(config) == uninterrupted[1]
+
+
+def test_a_killed_run_goes_on_from_the_last_saved_state_with_the_very_losses(target, tmp_path, uninterrupted):
+    config = settings(tmp_path, save_every=2)
+
+    class Killed(BaseException):
+        pass
+
+    def on_step(step, metrics):
+        if step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        new_trainer(target, config).train(conversations(), on_step)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # cut off while it was written
+    second = new_trainer(target, config)
+    assert second.step == 4
+    second.train(conversations(), ignore)
+    assert_same_weights(weights(second), uninterrupted[0])
+    assert metrics_of(config) == uninterrupted[1]
+
+
+@pytest.mark.parametrize("place", ["make_batch", "accumulate_gradients", "optimizer"])
+def test_an_interruption_in_the_middle_of_a_step_does_not_tear_the_state(
+    target, tmp_path, monkeypatch, uninterrupted, place
+):
+    config = settings(tmp_path, save_every=2)
+    first = new_trainer(target, config)
+
+    def interrupted(function):
+        def run(*arguments):
+            result = function(*arguments)
+            if first.step == 3:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+    with monkeypatch.context() as patch:
+        if place == "make_batch":
+            patch.setattr("peagle.training.trainer.make_batch", interrupted(make_batch))
+        elif place == "accumulate_gradients":
+            patch.setattr(first, "accumulate_gradients", interrupted(first.accumulate_gradients))
+        else:
+            patch.setattr(first.optimizer, "step", interrupted(first.optimizer.step))
+        with pytest.raises(KeyboardInterrupt):
+            first.train(conversations(), ignore)
+    second = new_trainer(target, config)
+    assert second.step == (2 if place == "optimizer" else 3)
+    second.train(conversations(), ignore)
+    assert_same_weights(weights(second), uninterrupted[0])
+    assert metrics_of(config) == uninterrupted[1]
+
+
+def test_a_process_that_is_killed_leaves_a_state_another_process_goes_on_from(tmp_path, target, uninterrupted):
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        sys.path[:0] = sys.argv[2:]
+        from test_trainer import conversations, new_trainer, settings, tiny_target
+
+        def on_step(step, metrics):
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        new_trainer(tiny_target(), settings(Path(sys.argv[1]), save_every=2)).train(conversations(), on_step)
+        """
+    )
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", script, str(tmp_path), str(here), str(here.parent)]
+    status = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
+    assert status.returncode == -signal.SIGKILL, status.stderr
+    config = settings(tmp_path, save_every=2)
+    second = new_trainer(target, config)
+    assert second.step == 4
+    second.train(conversations(), ignore)
+    assert_same_weights(weights(second), uninterrupted[0])
+    assert metrics_of(config) == uninterrupted[1]
+
+
+def test_measurements_are_logged_at_every_save_once_even_if_one_was_interrupted(target, tmp_path):
+    config = settings(tmp_path, save_every=2, log_every=100)
+    measured = []
+
+    def measure(step):
+        measured.append(step)
+        if measured == [2, 4]:
+            raise KeyboardInterrupt
+        return {"value": step * 10}
+
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(target, config).train(conversations(), ignore, measure)
+    new_trainer(target, config).train(conversations(), ignore, measure)
+    assert measured == [2, 4, 4, 6]
+    lines = [line for line in metrics_of(config) if "loss" not in line]
+    assert lines == [{"step": step, "value": step * 10} for step in (2, 4, 6)]
+    new_trainer(target, config).train(conversations(), ignore, measure)
+    assert measured == [2, 4, 4, 6], "a finished run has nothing left to measure"
+
+
+def interrupted_run(target, output, **changes):
+    config = settings(output, **changes)
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(target, config).train(conversations(), stop_after(2))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate was 0.001, is 0.5"),
+        ({"seed": 4}, "seed was 0, is 4"),
+        ({"aux_layer_ids": (1, 2)}, "aux_layer_ids was None, is [1, 2]"),
+        ({"held_out": Path("x")}, "held_out was None, is 'x'"),
+    ],
+)
+def test_an_unfinished_run_with_other_settings_is_refused_with_the_setting(target, tmp_path, change, words):
+    interrupted_run(target, tmp_path)
+    before = (tmp_path / "run" / "settings.json").read_text()
+    with pytest.raises(ConfigError) as caught:
+        RunState(settings(tmp_path, **change))
+    assert words in caught.value.message and "unfinished run with other settings" in caught.value.message
+    assert "another output" in caught.value.hint
+    assert (tmp_path / "run" / "settings.json").read_text() == before
+
+
+def test_an_unfinished_run_on_another_target_or_other_data_is_refused(tmp_path, target):
+    config = settings(tmp_path)
+    drafter = tiny_drafter(target, num_layers=1, num_draft_tokens=NUM_DRAFT_TOKENS).requires_grad_(True)
+    trainer = Trainer(target, drafter, config, RunState(config, {"target_weights": "a"}))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(conversations(), stop_after(1))
+    RunState(config, {"target_weights": "a"})
+    with pytest.raises(ConfigError, match="target_weights was 'a', is 'b'"):
+        RunState(config, {"target_weights": "b"})
+
+
+def test_how_often_a_run_saves_and_logs_may_change_when_it_goes_on(target, tmp_path, uninterrupted):
+    interrupted_run(target, tmp_path)
+    second = new_trainer(target, settings(tmp_path, save_every=1, log_every=1))
+    second.train(conversations(), ignore)
+    assert_same_weights(weights(second), uninterrupted[0])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "other"])
+def test_a_state_that_cannot_be_read_is_refused_with_a_hint(target, tmp_path, damage):
+    config = interrupted_run(target, tmp_path)
+    state = tmp_path / "run" / "state.pt"
+    if damage == "truncated":
+        state.write_bytes(state.read_bytes()[:-2000])
+    elif damage == "other":
+        torch.save({"step": 1}, state)
+    else:
+        state.write_bytes(b"" if damage == "empty" else b"not a state")
+    with pytest.raises(CheckpointError) as caught:
+        new_trainer(target, config)
+    assert str(state) in caught.value.message and "cannot be read" in caught.value.message
+    assert caught.value.hint.endswith("remove it to train from the start")
+    state.unlink()
+    assert new_trainer(target, config).step == 0, "the hint works"
+
+
+@pytest.mark.parametrize("content", [None, '{"seed"'])
+def test_a_state_without_readable_settings_is_refused(target, tmp_path, content):
+    config = interrupted_run(target, tmp_path)
+    path = tmp_path / "run" / "settings.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        RunState(config)
+    assert "settings.json, cannot be read" in caught.value.message and "state.pt" in caught.value.hint
+
+
+def test_finishing_drops_the_state_and_keeps_settings_and_metrics(target, tmp_path):
+    config = settings(tmp_path)
+    trainer = new_trainer(target, config)
+    trainer.train(conversations(), ignore)
+    assert trainer.run.can_continue, "until the drafter is written, the run can be gone on with"
+    trainer.run.finish()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "settings.json"]
