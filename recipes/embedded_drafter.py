@@ -34,6 +34,7 @@ from peagle.training.synthesis import (
 )
 
 NUM_HELD_OUT = 96  # greedy answers of the synthesis kept aside to watch the training by
+NUM_ANSWER_TOKENS = 256  # of the greedy answers to the sets that are replayed
 SECONDS_BETWEEN_REPORTS = 20
 
 
@@ -92,8 +93,8 @@ def write_answers(generator: SeatedGenerator, arguments: argparse.Namespace) -> 
     tokenizer = generator.target.tokenizer
     for name, path in (pair.split("=", 1) for pair in arguments.prompts):
         prompts = [render_chat(tokenizer, prompt.messages) for prompt in read_prompts(path, limit=80)]
-        fitting = [prompt_ids for prompt_ids in prompts if len(prompt_ids) + 256 <= generator.max_length]
-        rows = list(answer_greedily(generator, fitting, max_tokens=256))
+        fitting = [prompt_ids for prompt_ids in prompts if len(prompt_ids) + NUM_ANSWER_TOKENS <= generator.max_length]
+        rows = list(answer_greedily(generator, fitting, max_tokens=NUM_ANSWER_TOKENS))
         write_rows(arguments.work / f"answers-{name}.jsonl", rows)
         print(f"{name}: {len(rows)} answers of {len(prompts)} prompts", flush=True)
 

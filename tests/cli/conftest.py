@@ -1,19 +1,19 @@
 """A target and a drafter as directories, and the command line run in this process."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_drafter, tiny_target
 
 from peagle.cli.main import run
 from peagle.drafter.card import DrafterCard, TargetIdentity
 from peagle.drafter.checkpoint import save_drafter
 from peagle.targets.hf import HFTarget
+from tiny import tiny_drafter, tiny_target
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def on_models(models: Path) -> list[str]:
 
 
 @pytest.fixture
-def peagle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def peagle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run one command line; what it printed is taken apart into stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -71,4 +71,4 @@ def peagle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         status = run([str(word) for word in argv])
         return Result(status, *capsys.readouterr())
 
-    yield call
+    return call

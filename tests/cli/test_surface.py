@@ -1,0 +1,57 @@
+"""Every flag of every command, written out: a flag that comes, goes or changes its name is a decision."""
+
+import re
+
+import pytest
+
+from peagle.cli.main import COMMANDS
+
+TARGET = "--target --dtype --device"
+DRAFTER = "--drafter --allow-mismatch --no-allow-mismatch"
+SAMPLING = (
+    "--max-tokens --temperature --top-k --top-p --min-p --seed --stop --stop-token-ids --ignore-eos --no-ignore-eos"
+)
+
+FLAGS = {
+    "generate": (
+        "--num-draft-tokens --compare --no-compare --sample-drafts --no-sample-drafts --raw --no-raw --system "
+        f"--json --no-json {SAMPLING} {TARGET} {DRAFTER}"
+    ),
+    "eval": (
+        "--prompts --limit --num-draft-tokens --max-tokens --temperature --seed --compare --no-compare "
+        f"--json --no-json {TARGET} {DRAFTER}"
+    ),
+    "train": (
+        "--recipe --data --output --held-out --num-layers --num-draft-tokens --aux-layer-ids --mask-token-id "
+        "--fc-norm --no-fc-norm --embeddings --init --loss --retention --retention-floor --max-length --batch-size "
+        "--num-steps --learning-rate --warmup-steps --min-learning-rate-ratio --weight-decay --max-gradient-norm "
+        f"--seed --save-every --log-every --compile {TARGET}"
+    ),
+    "export": f"{TARGET} {DRAFTER}",
+    "doctor": f"--json --no-json {TARGET} {DRAFTER}",
+}
+
+ARGUMENTS = {"generate": "PROMPT", "eval": "", "train": "", "export": "OUTPUT", "doctor": "[DRAFTER]"}
+
+
+def test_every_command_is_listed_here():
+    assert list(FLAGS) == list(COMMANDS) == list(ARGUMENTS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_flags_of(peagle, command):
+    lines = [line for line in peagle(command, "--help").out.splitlines() if re.match(r"\W+ --", line)]
+    flags = {flag for line in lines for flag in re.findall(r"(?<!\S)--[a-z-]+", re.split(r"(?<=\S)  +", line)[0])}
+    assert flags == set(FLAGS[command].split()), "the flags changed: change this list, the docs and the change log"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_usage_of(peagle, command):
+    usage = peagle(command, "--help").out.splitlines()[0]
+    assert usage == f"usage: peagle {command} [-h] [OPTIONS] {ARGUMENTS[command]}".rstrip()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_what_the_command_does(peagle, command):
+    text = peagle(command, "--help").out.splitlines()[2]
+    assert text.endswith((".", ":")) and len(text) > 40
