@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Judge peagle by its peers: speculators' training model and vLLM's engine, each in an environment of its own.
+# Judge peagle by its peers: transformers' own decoding, speculators' training model and vLLM's engine, the latter two
+# each in an environment of its own.
 #
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
 #
-# Without arguments the embedded target and the drafter shipped for it are judged. The environments are made inside the
+# Without arguments the embedded target and the drafter shipped for it are judged (transformers judges no others). The environments are made inside the
 # checkout when they are absent or were made from other pins (about five minutes, 5 GB); PEAGLE_VLLM_VENV and
 # PEAGLE_SPECULATORS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
 # Exit status 0 only when every comparison holds. What was found is written to runs/parity/*.json.
@@ -120,6 +121,9 @@ make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
 make_environment vllm "$VLLM_VENV" "$VLLM_PIN"
 mkdir -p runs/parity
 export HF_HUB_OFFLINE=1
+if (($# == 0)); then
+    judge transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
+fi
 judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
     --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
 judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \

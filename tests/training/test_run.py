@@ -14,7 +14,7 @@ from peagle.training.config import TrainConfig
 from peagle.training.conversations import read_conversations
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
-from peagle.training.synthesis import SeatedGenerator, answer_greedily
+from peagle.training.synthesis import SeatedGenerator, SynthesisConfig, answer_greedily
 from tiny import tiny_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "embedded_drafter.py"
@@ -136,9 +136,10 @@ def test_a_run_stopped_after_its_last_step_is_only_finished(target, data, finish
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(f"peagle.training.run.{place}", interrupt)
-        train_drafter(target, settings(data, output, save_every=100), ignore)
+        with pytest.raises(KeyboardInterrupt):
+            train_drafter(target, settings(data, output, save_every=100), ignore)
     steps = []
     train_drafter(target, settings(data, output, save_every=100), lambda step, metrics: steps.append(step))
     assert steps == [], "no step is run again"
@@ -204,13 +205,15 @@ def test_the_recipe_goes_from_prompts_to_a_replayed_drafter(data, tmp_path, monk
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     monkeypatch.setattr(recipe, "load_target", lambda name: tiny_target())
+    short = SynthesisConfig(system_prompts=("Be brief.",), given_share=1.0, max_question_tokens=8)
+    monkeypatch.setattr(recipe, "SynthesisConfig", lambda: short)
+    monkeypatch.setattr(recipe, "NUM_ANSWER_TOKENS", 16)
     given = written(tmp_path / "given.jsonl", *({"prompt": f"the user asks {n}"} for n in range(40)))
     work = tmp_path / "work"
-    common = ["--work", str(work), "--num-seats", "8", "--max-length", "64"]
+    common = ["--work", str(work), "--num-seats", "8", "--max-length", "80"]
     recipe.main(["synthesize", *common, "--given", str(given), "--seconds", "2"])
     rows = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
-    assert rows and all(len(row["prompt_ids"]) + len(row["answer_ids"]) <= 64 for row in rows)
-    recipe.NUM_ANSWER_TOKENS = 16
+    assert rows and all(len(row["prompt_ids"]) + len(row["answer_ids"]) <= 80 for row in rows)
     recipe.main(["answer", *common, "--prompts", f"asked={given}"])
     (work / "held_out.jsonl").write_text((work / "answers-asked.jsonl").read_text())
     recipe.main(["train", "replay", *common, "--num-steps", "2", "--batch-size", "2", "--num-layers", "1"])

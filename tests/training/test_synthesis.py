@@ -1,4 +1,4 @@
-"""The seated generator against transformers, and what the target's own questions and answers are kept or dropped for."""
+"""The seated generator against transformers, and which of the target's own questions and answers are kept."""
 
 import time
 

