@@ -29,6 +29,7 @@ ROWS = {
     "config": 1,
     "sampling_params": 1,
     "tokenizer": 1,
+    "json_rows": 1,
     "provenance": 1,
     "errors": 0,
 }

@@ -60,17 +60,18 @@ def test_comparison_shows_both_answers_and_a_table(generate):
 def test_answers_that_differ_are_reported_with_the_place_and_the_gap(generate, monkeypatch):
     import peagle.cli.generate as module
 
-    monkeypatch.setattr(module, "first_divergence", lambda *_: Divergence(5, 0.0002))
+    monkeypatch.setattr(module, "first_divergence", lambda *_: Divergence(5, 0.0002, True))
     document = generate("--compare", "--json").json
     assert document["identical_to_plain"] is False
-    assert document["divergence"] == {"token": 5, "target_gap": 0.0002}
+    assert document["divergence"] == {"token": 5, "target_gap": 0.0002, "is_near_tie": True}
     assert "They part at token 5, where" in generate("--compare").out
 
 
 def test_the_advice_about_differing_answers_fits_how_they_were_made():
-    assert explanation(Divergence(3, 0.5), "bfloat16").endswith("With --dtype float32 the answers are identical.")
-    assert "--dtype" not in explanation(Divergence(3, 0.5), "float32")
-    assert "Sampled answers" in explanation(Divergence(3, None), "float32")
+    assert explanation(Divergence(3, 0.1, True), "bfloat16").endswith("With --dtype float32 the answers are identical.")
+    assert "--dtype" not in explanation(Divergence(3, 0.0001, True), "float32")
+    assert "too far for rounding in bfloat16" in explanation(Divergence(3, 2.0, False), "bfloat16")
+    assert "Sampled answers" in explanation(Divergence(3, None, False), "float32")
 
 
 def test_seeded_samples_repeat_and_do_not_depend_on_drafts(generate):

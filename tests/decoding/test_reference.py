@@ -1,12 +1,12 @@
 """The reference decoder: equal to transformers, whatever the drafter says, and exact where answers end."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tiny import tiny_drafter, tiny_target
 from torch import Tensor
 
 from peagle.decoding.reference import Step, decode
@@ -16,6 +16,7 @@ from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
+from tiny import tiny_drafter, tiny_target
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [100], [9] * 30, [3, 200, 41, 17, 88, 250, 11]]
 
@@ -133,7 +134,7 @@ def test_the_drafters_cache_never_keeps_placeholders_or_guesses(target: HFTarget
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         steps = list(decode(target, prompt, params, drafter=method, num_draft_tokens=5))
         text = list(prompt)
-        for previous, step in zip(steps, steps[1:], strict=False):
+        for previous, step in itertools.pairwise(steps):
             text += previous.token_ids
             aux_hidden = target.forward(torch.tensor([text])).aux_hidden_BTA[0, :-1]
             fresh = method.new_session().draft(text, aux_hidden, 5)
@@ -234,8 +235,6 @@ def test_depth_beyond_training_is_refused_with_a_hint(target: HFTarget, drafter:
     ("prompt", "message"),
     [([], "empty"), ([1] * 512, "512 tokens"), ([288], "between 0 and 287"), ([-1], "between 0 and 287")],
 )
-def test_impossible_prompts_are_refused_before_anything_runs(
-    target: HFTarget, prompt: list[int], message: str
-) -> None:
+def test_impossible_prompts_are_refused_before_anything_runs(target: HFTarget, prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         decode(target, prompt, SamplingParams())

@@ -59,9 +59,7 @@ def expected(target: HFTarget) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def check(
-    target: HFTarget, drafter: Drafter, num_draft_tokens: int, pairs: list[tuple[list[int], list[int]]]
-) -> None:
+def check(target: HFTarget, drafter: Drafter, num_draft_tokens: int, pairs: list[tuple[list[int], list[int]]]) -> None:
     num_near_ties = num_accepted = 0
     params = SamplingParams(max_tokens=MAX_TOKENS)
     for prompt_ids, answer in pairs:

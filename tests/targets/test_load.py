@@ -1,5 +1,6 @@
 """From a name or a path to a target, without a network."""
 
+import json
 import platform
 import shutil
 from collections.abc import Callable
@@ -141,6 +142,11 @@ def drop_a_tensor(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def set_key(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def truncate(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:3000])
@@ -156,6 +162,10 @@ def truncate(directory: Path) -> None:
         (lambda directory: (directory / "config.json").write_text('{"model_type": "t5"}'), "T5Config"),
         (lambda directory: (directory / "config.json").write_text('{"model_type": "zzz"}'), "model type `zzz`"),
         (truncate, "cannot load a causal LM"),
+        (lambda directory: set_key(directory, num_hidden_layers="eight"), "'num_hidden_layers'"),
+        (lambda directory: set_key(directory, hidden_size=[64]), "'hidden_size'"),
+        (lambda directory: set_key(directory, num_attention_heads=0), "cannot load a causal LM"),
+        (lambda directory: (directory / "tokenizer.json").write_text("{"), "cannot load a causal LM"),
         (drop_a_tensor, "lacks 1 of the model's tensors, the first of them 'model.layers.1.mlp.up_proj.weight'"),
     ],
 )
@@ -198,7 +208,8 @@ def test_a_gguf_file_becomes_the_same_target_rounded_to_bfloat16(tmp_path: Path,
     original = tiny_gguf_target()
     write_gguf(tmp_path / "tiny.gguf", original)
     target = load_target(tmp_path / "tiny.gguf", dtype="float32", device="cpu")
-    original.model.to(torch.bfloat16).to(torch.float32)
+    for parameter in original.model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
     found, expected = target.forward(TOKEN_IDS), original.forward(TOKEN_IDS)
     assert torch.allclose(found.logits_BTV, expected.logits_BTV, atol=1e-4)
     assert torch.allclose(found.aux_hidden_BTA, expected.aux_hidden_BTA, atol=1e-4)

@@ -78,7 +78,7 @@ def slow_walk(target, drafter, conversations, num_draft_tokens):
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 @pytest.mark.parametrize("init_seed", [0, 3])
-def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed):
+def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed, monkeypatch):
     target = tiny_target(seed=init_seed)
     drafter = tiny_drafter(target, num_draft_tokens=5)
     rows = [
@@ -91,6 +91,7 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     expected = slow_walk(target, drafter, rows, num_draft_tokens)
     assert sum(expected.accepted_per_position) > 0, "drafts that are never accepted would prove little"
     assert replay(target, drafter, rows, num_draft_tokens, rows_at_once=2) == expected
+    monkeypatch.setattr("peagle.training.replay.ANCHORS_AT_ONCE", 7)
     assert replay(target, drafter, rows[::-1], num_draft_tokens, rows_at_once=5) == expected
 
 

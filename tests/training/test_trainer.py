@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -57,8 +56,7 @@ def new_trainer(target, config):
     return Trainer(target, drafter.requires_grad_(True), config, RunState(config))
 
 
-def ignore(step, metrics):
-    pass
+def ignore(step, metrics): ...
 
 
 def stop_after(num_steps):
@@ -94,10 +92,11 @@ def plain_mean_loss(trainer, batch):
     )
     logits = drafter.logits(drafter(*inputs, batch.slots.position_BS, visible(batch.slots, batch.slots)).normed_BSD)
     losses = []
-    for n in range(batch.num_labels):
-        draft = logits[batch.row_N[n], batch.slot_N[n]][None]
-        judge = output.logits_BTV[batch.row_N[n], batch.judge_N[n]][None]
-        losses.append(slot_losses(draft, judge, None, trainer.config.loss)[0])
+    for row, slot, judge in zip(
+        *(part[: batch.num_labels] for part in (batch.row_N, batch.slot_N, batch.judge_N)), strict=True
+    ):
+        draft, target_row = logits[row, slot][None], output.logits_BTV[row, judge][None]
+        losses.append(slot_losses(draft, target_row, None, trainer.config.loss)[0])
     return torch.cat(losses).mean()
 
 
@@ -172,25 +171,6 @@ def test_a_run_that_diverges_is_stopped_with_advice_and_its_state_is_not_saved(t
     assert "learning_rate" in caught.value.hint and not trainer.run.can_continue
 
 
-def test_the_learning_rate_warms_up_holds_its_peak_and_ends_at_the_floor(tmp_path):
-    config = settings(tmp_path, num_steps=1000, warmup_steps=10, learning_rate=2.0, min_learning_rate_ratio=0.1)
-    assert learning_rate(0, config) == pytest.approx(0.2)
-    assert learning_rate(9, config) == learning_rate(10, config) == 2.0
-    assert learning_rate(505, config) == pytest.approx(2.0 * 0.55)
-    assert learning_rate(999, config) == pytest.approx(0.2, rel=1e-3)
-    assert learning_rate(1000, config) == learning_rate(5000, config) == pytest.approx(0.2)
-    rates = [learning_rate(step, config) for step in range(10, 1000)]
-    assert rates == sorted(rates, reverse=True)
-
-
-@pytest.mark.parametrize(("warmup_steps", "num_steps"), [(0, 1), (0, 5), (5, 5), (9, 5)])
-def test_odd_schedules_stay_between_zero_and_the_peak(tmp_path, warmup_steps, num_steps):
-    config = settings(tmp_path, num_steps=num_steps, warmup_steps=warmup_steps, min_learning_rate_ratio=0.0)
-    rates = [learning_rate(step, config) / config.learning_rate for step in range(num_steps)]
-    assert all(0 < rate <= 1 for rate in rates)
-    assert rates[0] == (1.0 if warmup_steps == 0 else 1 / warmup_steps)
-
-
 def test_the_optimizer_follows_the_schedule_and_decays_matrices_only(target, tmp_path):
     trainer = new_trainer(target, settings(tmp_path))
     matrices, vectors = trainer.optimizer.param_groups
@@ -199,6 +179,15 @@ def test_the_optimizer_follows_the_schedule_and_decays_matrices_only(target, tmp
     trainer.train_step(make_batch(conversations(), trainer.config, 0))
     assert matrices["lr"] == vectors["lr"] == learning_rate(0, trainer.config)
     assert trainer.step == 1
+
+
+def test_a_line_of_metrics_is_the_mean_over_the_labels_since_the_last_one(target, tmp_path, uninterrupted):
+    config = settings(tmp_path, log_every=1, num_steps=6)
+    new_trainer(target, config).train(conversations(), ignore)
+    counts = [make_batch(conversations(), config, step).num_labels for step in range(6)]
+    losses = [line["loss"] for line in metrics_of(config)]
+    for line, steps in zip(uninterrupted[1], (slice(0, 3), slice(3, 6)), strict=True):
+        assert line["loss"] == pytest.approx(np.average(losses[steps], weights=counts[steps]), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +282,7 @@ def test_a_process_that_is_killed_leaves_a_state_another_process_goes_on_from(tm
     )
     here = Path(__file__).parent
     command = [sys.executable, "-c", script, str(tmp_path), str(here), str(here.parent)]
-    status = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
+    status = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert status.returncode == -signal.SIGKILL, status.stderr
     config = settings(tmp_path, save_every=2)
     second = new_trainer(target, config)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NEAR_TIE = 1e-3
 """A top-two logit gap of the target below which two ways of computing the same logits may choose differently."""
+NEAR_TIE_IN_STEPS = 32
+"""The same in low precision, in rounding steps of the number 1: two steps of a logit of 16, so 0.25 in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,8 @@ class Divergence:
     """index of the first answer token that differs"""
     target_gap: float | None
     """how far the target's two best logits are apart there; None for sampled answers, of which it says little"""
-
-    @property
-    def is_near_tie(self) -> bool:
-        return self.target_gap is not None and self.target_gap < NEAR_TIE
+    is_near_tie: bool
+    """whether rounding explains it"""
 
 
 def first_divergence(
@@ -43,8 +43,17 @@ def first_divergence(
         return None
     pairs = zip(plain, drafted, strict=False)
     token = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(plain), len(drafted)))
-    gap = target.top_two_gap([*prompt_ids, *plain[:token]]) if params.is_greedy else None
-    return Divergence(token, gap)
+    if not params.is_greedy:
+        return Divergence(token, None, False)
+    gap = target.top_two_gap([*prompt_ids, *plain[:token]])
+    return Divergence(token, gap, gap <= near_tie(target))
+
+
+def near_tie(target: "HFTarget") -> float:
+    """The largest gap that counts as a near tie in the target's precision."""
+    import torch
+
+    return max(NEAR_TIE, NEAR_TIE_IN_STEPS * torch.finfo(target.dtype).eps)
 
 
 @dataclass
@@ -85,6 +94,7 @@ class Evaluation:
                     "prompt": prompt_id,
                     "token": each.token,
                     "target_gap": None if each.target_gap is None else round(each.target_gap, 6),
+                    "is_near_tie": each.is_near_tie,
                 }
                 for prompt_id, each in self.divergences
             ],

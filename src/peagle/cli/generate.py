@@ -209,11 +209,11 @@ def explanation(divergence: Divergence, dtype: str) -> str:
     where = f"They part at token {divergence.token}"
     if divergence.target_gap is None:
         return f"{where}. Sampled answers part where the drafts are sampled too, or where rounding moves a draw."
+    apart = f"{where}, where the logits of the target's own two best tokens are {divergence.target_gap:.4f} apart"
+    if not divergence.is_near_tie:
+        return f"{apart}, too far for rounding in {dtype} to explain it. Please report this."
     advice = "" if dtype == "float32" else " With --dtype float32 the answers are identical."
-    return (
-        f"{where}, where the logits of the target's own two best tokens are {divergence.target_gap:.4f} apart: in "
-        f"{dtype} the order of summation decides such a near tie.{advice}"
-    )
+    return f"{apart}: in {dtype} the order of summation decides such a near tie.{advice}"
 
 
 def report(answers: list[Answer], divergence: Divergence | None) -> dict[str, Any]:

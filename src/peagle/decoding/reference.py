@@ -100,9 +100,7 @@ def check_prompt(target: "HFTarget", prompt_ids: Sequence[int]) -> None:
 
 
 class _Request:
-    def __init__(
-        self, target: "HFTarget", token_ids: list[int], params: SamplingParams, sample_drafts: bool
-    ) -> None:
+    def __init__(self, target: "HFTarget", token_ids: list[int], params: SamplingParams, sample_drafts: bool) -> None:
         self.target, self.token_ids, self.params, self.sample_drafts = target, token_ids, params, sample_drafts
         detokenizer = IncrementalDetokenizer(target.tokenizer)
         self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
@@ -127,10 +125,11 @@ class _Request:
             if num_accepted < len(draft_token_ids):
                 cache.crop(num_accepted - len(draft_token_ids))
             known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]
+            accepted: list[TokenKind] = ["accepted"] * num_accepted
             last: TokenKind = "bonus" if num_accepted == len(draft_token_ids) else "recovered"
             step = self._commit(
                 (*draft_token_ids[:num_accepted], next_token),
-                (*["accepted"] * num_accepted, last if draft else "plain"),
+                (*accepted, last if draft else "plain"),
                 draft,
                 num_accepted,
             )
@@ -155,9 +154,7 @@ class _Request:
         if params.is_greedy:
             result = verify_greedy(logits_LV[None], *drafts)
         else:
-            probs_BLV = target_probs(
-                logits_LV[None], params.temperature, params.top_k, params.top_p, params.min_p
-            )
+            probs_BLV = target_probs(logits_LV[None], params.temperature, params.top_k, params.top_p, params.min_p)
             key = (self._tensor([params.seed]), self._tensor([len(self.token_ids)]))
             if draft is not None and draft.probs_KV is not None:
                 result = verify_sampled(probs_BLV, draft.probs_KV[None], *drafts, *key)

@@ -36,7 +36,7 @@ class DraftingSession:
 
     def __init__(self, drafter: "Drafter") -> None:
         self._drafter = drafter
-        self._cache: "KeyValues | None" = None
+        self._cache: KeyValues | None = None
         self.num_anchors = 0
         """anchors in the cache: the text before the newest token, as of the last draft"""
         if drafter.config.parallel:
@@ -110,7 +110,7 @@ class DraftingSession:
 
     def _run(self, token_ids_BS: Tensor, fused_BSD: Tensor, slots: Slots, num_cached: int) -> "DrafterOutput":
         keys = context_slots(num_cached, fused_BSD.device).followed_by(slots)
-        output: "DrafterOutput" = self._drafter(
+        output: DrafterOutput = self._drafter(
             token_ids_BS, fused_BSD, slots.position_BS, visible(slots, keys), self._cache
         )
         self._cache = output.cache

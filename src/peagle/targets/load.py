@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from peagle.errors import MissingExtraError, TargetError
 from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET, CatalogEntry
@@ -47,7 +46,7 @@ def load_target(
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen_dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a damaged directory fails in transformers, safetensors or tokenizers
         raise TargetError(
             f"cannot load a causal LM from {directory}: {_first_line(error)}",
             hint="the directory must hold config.json, tokenizer.json and safetensors weights of one model",

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.drafter.slots import slot_inputs, training_slots, visible
+from peagle.drafter.slots import Slots, slot_inputs, training_slots, visible
 from peagle.errors import ConfigError
 from peagle.targets.hf import HFTarget
-from peagle.training.batches import pad_rows
+from peagle.training.batches import LABEL_CHUNK, pad_rows
 from peagle.training.cod import max_depths
 from peagle.training.conversations import Conversation
+
+ANCHORS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -78,23 +80,47 @@ def replay(
 
 @torch.no_grad()
 def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
-    """Draft tokens (target ids) [B, T - 2, K] from every anchor; -1 at depths beyond `depths_BT`."""
-    slots = training_slots(depths_BT.clamp_min(1)).to(target.device)
+    """Draft tokens (target ids) [B, T - 2, K] from every anchor; -1 at depths beyond `depths_BT` except the first.
+
+    The depth-0 slots run first and stay cached; the placeholders follow for some anchors at a time, because all of
+    them together would need memory by the square of T times K.
+    """
+    mask_token_id = drafter.config.mask_token_id
+    assert mask_token_id is not None, "only parallel drafters are replayed"
+    depths_BT = depths_BT.clamp_min(1)
+    drafts_BTK = torch.full((*depths_BT.shape, int(depths_BT.max())), -1, dtype=torch.long)
     aux_hidden_BTA = target.forward(token_ids_BT).aux_hidden_BTA
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
+        fused_BTD = drafter.fuse(aux_hidden_BTA)
         fused_mask_D = drafter.fuse(drafter.mask_hidden.to(aux_hidden_BTA.dtype))
-        mask_token_id = drafter.config.mask_token_id
-        assert mask_token_id is not None, "only parallel drafters are replayed"
-        inputs = slot_inputs(slots, token_ids_BT, drafter.fuse(aux_hidden_BTA), mask_token_id, fused_mask_D)
-        states_BSD = drafter(*inputs, slots.position_BS, visible(slots, slots)).normed_BSD
-    num_depths = max(1, int(depths_BT.max()))
-    drafts_BTK = torch.full((*depths_BT.shape, num_depths), -1, dtype=torch.long)
+        context = training_slots(torch.ones_like(depths_BT)).to(target.device)
+        inputs = slot_inputs(context, token_ids_BT, fused_BTD, mask_token_id, fused_mask_D)
+        output = drafter(*inputs, context.position_BS, visible(context, context))
+        _fill_in(drafts_BTK, drafter, context, output.normed_BSD)
+        for anchors in torch.arange(depths_BT.shape[1]).split(ANCHORS_AT_ONCE):
+            slots = _placeholders(depths_BT, anchors).to(target.device)
+            if slots.depth_BS.shape[1]:
+                inputs = slot_inputs(slots, token_ids_BT, fused_BTD, mask_token_id, fused_mask_D)
+                seen = visible(slots, context.followed_by(slots))
+                states_BSD = drafter(*inputs, slots.position_BS, seen, output.cache).normed_BSD
+                _fill_in(drafts_BTK, drafter, slots, states_BSD)
+    return drafts_BTK
+
+
+def _placeholders(depths_BT: Tensor, anchors: Tensor) -> Slots:
+    """The slots of some anchors without their depth 0."""
+    slots = training_slots(depths_BT[:, anchors])
+    deeper = Slots(*(part[:, len(anchors) :] for part in slots))  # every anchor's depth 0 comes first
+    return Slots(deeper.anchor_BS + anchors[0], deeper.depth_BS)
+
+
+def _fill_in(drafts_BTK: Tensor, drafter: Drafter, slots: Slots, states_BSD: Tensor) -> None:
+    """Write the most likely token of each slot to its place in `drafts_BTK`."""
     row, slot = (slots.depth_BS >= 0).nonzero(as_tuple=True)
-    for part in torch.arange(len(row), device=row.device).split(8192):
+    for part in torch.arange(len(row), device=row.device).split(LABEL_CHUNK):
         at = (row[part], slot[part])
         guesses = drafter.to_target_ids(drafter.logits(states_BSD[at]).argmax(-1))
         drafts_BTK[row[part].cpu(), slots.anchor_BS[at].cpu(), slots.depth_BS[at].cpu()] = guesses.cpu()
-    return drafts_BTK
 
 
 def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_tokens: int) -> list[int]:

@@ -1,0 +1,254 @@
+"""Everything a user can get wrong: one paragraph, a hint, status 2, and nothing written."""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROW = json.dumps({"prompt": "the user", "answer": "the answer of the user"}) + "\n"
+
+
+def cut(path: Path, share: float = 0.5) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def damaged(source: Path, destination: Path, damage) -> None:
+    shutil.copytree(source, destination)
+    damage(destination)
+
+
+@pytest.fixture(scope="module")
+def world(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sound and damaged targets, drafters and files, by the names the cases below use."""
+    root = tmp_path_factory.mktemp("world")
+    for name in ("target", "drafter", "stranger"):
+        shutil.copytree(models / name, root / name)
+    damages = {
+        "target-cut-weights": lambda at: cut(at / "model.safetensors"),
+        "target-cut-config": lambda at: cut(at / "config.json"),
+        "target-cut-tokenizer": lambda at: cut(at / "tokenizer.json"),
+        "target-binary-config": lambda at: (at / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "target-unknown-type": lambda at: edit_json(at / "config.json", model_type="nonesuch"),
+        "target-without-weights": lambda at: (at / "model.safetensors").unlink(),
+        "target-other-sizes": lambda at: edit_json(at / "config.json", hidden_size=32),
+        "target-of-text": lambda at: edit_json(at / "config.json", num_hidden_layers="eight"),
+        "drafter-cut-weights": lambda at: cut(at / "model.safetensors"),
+        "drafter-empty-weights": lambda at: cut(at / "model.safetensors", 0),
+        "drafter-cut-config": lambda at: cut(at / "config.json"),
+        "drafter-binary-config": lambda at: (at / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "drafter-list-config": lambda at: (at / "config.json").write_text("[1, 2]"),
+        "drafter-of-text": lambda at: edit_json(at / "config.json", num_hidden_layers="two"),
+        "drafter-without-layers": lambda at: edit_json(at / "config.json", num_hidden_layers=None),
+        "drafter-wide": lambda at: edit_json(at / "config.json", vocab_size=999),
+        "drafter-strange": lambda at: edit_json(at / "config.json", model_type="nonesuch"),
+        "drafter-cut-card": lambda at: cut(at / "drafter_card.json"),
+        "drafter-list-card": lambda at: (at / "drafter_card.json").write_text("[]"),
+        "drafter-binary-card": lambda at: (at / "drafter_card.json").write_bytes(b"\xff\xfe\x00"),
+        "drafter-new-card": lambda at: edit_json(at / "drafter_card.json", acceptanse={}),
+        "drafter-without-weights": lambda at: (at / "model.safetensors").unlink(),
+    }
+    for name, damage in damages.items():
+        damaged(root / name.split("-")[0], root / name, damage)
+    (root / "empty").mkdir()
+    (root / "rows.jsonl").write_text(ROW * 3)
+    (root / "broken.jsonl").write_text(ROW + '{"prompt": \n')
+    (root / "blank.jsonl").write_text("\n")
+    (root / "cut.jsonl.gz").write_bytes(gzip.compress(ROW.encode() * 100)[:-9])
+    (root / "empty-prompt.jsonl").write_text(ROW + '{"prompt": " "}\n')
+    (root / "long.jsonl").write_text(ROW + json.dumps({"id": "q2", "prompt": "x" * 600}) + "\n")
+    (root / "prompts.jsonl").write_text('{"prompt": "only a prompt"}\n')
+    (root / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    (root / "unknown-key.toml").write_text("num_step = 3\n")
+    (root / "wrong-type.toml").write_text('num_steps = "many"\n')
+    (root / "wrong-choice.toml").write_text('loss = "mse"\n')
+    (root / "out-of-range.toml").write_text("num_draft_tokens = 0\n")
+    (root / "broken.toml").write_text("num_steps = \n")
+    return root
+
+
+ON = "--target target --drafter drafter --dtype float32"
+GENERATE = f"generate hello {ON}"
+EVAL = f"eval {ON} --prompts rows.jsonl"
+TRAIN = "train --target target --dtype float32 --num-steps 1 --num-layers 1 --max-length 64 --output out"
+EXPORT = "export out --dtype float32"
+DOCTOR = "doctor --json --dtype float32"
+
+# The command line, then what the message must name. {root} is the folder of `world`.
+CASES = {
+    # a wrong path
+    f"{GENERATE} --target {{root}}/none": "{root}/none",
+    f"{GENERATE} --target empty": "empty",
+    f"{GENERATE} --target rows.jsonl": "rows.jsonl is a file, but not a GGUF file",
+    f"{GENERATE} --drafter none": "no directory none",
+    f"{GENERATE} --drafter empty": "no drafter at empty: config.json is missing",
+    f"{GENERATE} --drafter drafter-without-weights": "model.safetensors is missing",
+    "generate hello --target target --dtype float32": "no drafter ships for target 'target'",
+    f"{EVAL} --prompts none.jsonl": "none.jsonl",
+    f"{EVAL} --prompts empty": "empty",
+    f"{EVAL} --target {{root}}/none": "{root}/none",
+    f"{EVAL} --drafter none": "no directory none",
+    f"{TRAIN} --data none.jsonl": "none.jsonl",
+    f"{TRAIN} --data rows.jsonl --target {{root}}/none": "{root}/none",
+    f"{TRAIN} --data rows.jsonl --recipe none.toml": "no recipe at none.toml",
+    f"{TRAIN} --data rows.jsonl --recipe empty": "cannot read empty",
+    f"{TRAIN} --data rows.jsonl --held-out none.jsonl": "none.jsonl",
+    f"{TRAIN} --data rows.jsonl --output rows.jsonl": "rows.jsonl",
+    f"{EXPORT} --target target --drafter none": "no directory none",
+    f"{EXPORT} --target {{root}}/none --drafter drafter": "{root}/none",
+    f"export rows.jsonl {ON}": "rows.jsonl is a file",
+    f"export drafter {ON}": "drafter is not empty",
+    f"export rows.jsonl/out {ON}": "rows.jsonl",
+    f"{DOCTOR} none --target target": "no directory none",
+    f"{DOCTOR} drafter --target {{root}}/none": "{root}/none",
+    f"{DOCTOR} drafter --drafter drafter --target target": "two drafters are given",
+    # a corrupt or truncated file
+    f"{GENERATE} --target target-cut-weights": "target-cut-weights",
+    f"{GENERATE} --target target-cut-config": "target-cut-config",
+    f"{GENERATE} --target target-cut-tokenizer": "target-cut-tokenizer",
+    f"{GENERATE} --target target-binary-config": "target-binary-config",
+    f"{GENERATE} --target target-unknown-type": "nonesuch",
+    f"{GENERATE} --target target-without-weights": "target-without-weights",
+    f"{GENERATE} --target target-other-sizes": "target-other-sizes",
+    f"{GENERATE} --target target-of-text": "target-of-text",
+    f"{GENERATE} --target cut.gguf": "cut.gguf cannot be read as a GGUF model",
+    f"{GENERATE} --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors cannot be read",
+    f"{GENERATE} --drafter drafter-empty-weights": "drafter-empty-weights/model.safetensors cannot be read",
+    f"{GENERATE} --drafter drafter-cut-config": "drafter-cut-config/config.json is not valid JSON",
+    f"{GENERATE} --drafter drafter-binary-config": "drafter-binary-config/config.json is not valid JSON",
+    f"{GENERATE} --drafter drafter-list-config": "config.json must hold a JSON object",
+    f"{GENERATE} --drafter drafter-of-text": "drafter-of-text/config.json",
+    f"{GENERATE} --drafter drafter-without-layers": "drafter-without-layers/config.json",
+    f"{GENERATE} --drafter drafter-strange": "nonesuch",
+    f"{GENERATE} --drafter drafter-cut-card": "drafter-cut-card/drafter_card.json cannot be read",
+    f"{GENERATE} --drafter drafter-list-card": "drafter-list-card/drafter_card.json",
+    f"{GENERATE} --drafter drafter-binary-card": "drafter-binary-card/drafter_card.json",
+    f"{EVAL} --prompts broken.jsonl": "broken.jsonl:2: not valid JSON",
+    f"{EVAL} --prompts blank.jsonl": "blank.jsonl has no rows",
+    f"{EVAL} --prompts cut.jsonl.gz": "cut.jsonl.gz is a damaged gzip file",
+    f"{EVAL} --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors",
+    f"{TRAIN} --data broken.jsonl": "broken.jsonl:2: not valid JSON",
+    f"{TRAIN} --data cut.jsonl.gz": "cut.jsonl.gz is a damaged gzip file",
+    f"{TRAIN} --data prompts.jsonl": "prompts.jsonl:1: not a conversation",
+    f"{TRAIN} --data rows.jsonl --recipe broken.toml": "broken.toml is not valid TOML",
+    f"{TRAIN} --data rows.jsonl --target target-cut-weights": "target-cut-weights",
+    f"{EXPORT} --target target --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors",
+    f"{DOCTOR} drafter-cut-config --target target": "drafter-cut-config/config.json",
+    f"{DOCTOR} drafter-cut-weights --target target": "drafter-cut-weights/model.safetensors",
+    # a config key that does not exist, or a value it does not take
+    f"{TRAIN} --data rows.jsonl --recipe unknown-key.toml": "unknown key 'num_step'\nhint: did you mean 'num_steps'?",
+    f"{TRAIN} --data rows.jsonl --recipe wrong-type.toml": "num_steps must be a whole number, got 'many'",
+    f"{TRAIN} --data rows.jsonl --recipe wrong-choice.toml": "got 'mse'",
+    f"{GENERATE} --drafter drafter-new-card": "unknown key 'acceptanse'",
+    # a drafter for another target
+    f"{GENERATE} --target stranger": "'stranger', its weights are not the ones the drafter was trained on",
+    f"{GENERATE} --drafter drafter-wide": "vocab_size is 999, but target 'target' has 288",
+    f"{EVAL} --target stranger": "its weights are not the ones",
+    f"{EXPORT} --target stranger --drafter drafter": "its weights are not the ones",
+    f"{DOCTOR} drafter --target stranger": "its weights are not the ones",
+    # K out of range
+    f"{GENERATE} --num-draft-tokens 5": "num_draft_tokens must be between 1 and 4, the depth it was trained for, got 5",
+    f"{GENERATE} --num-draft-tokens -1": "got -1",
+    f"{GENERATE} --num-draft-tokens 0 --compare": "--compare needs drafts",
+    f"{EVAL} --num-draft-tokens 5": "between 1 and 4, the depth it was trained for, got 5",
+    f"{EVAL} --num-draft-tokens 0": "got 0",
+    f"{TRAIN} --data rows.jsonl --num-draft-tokens 0": "num_draft_tokens must be at least 1, got 0",
+    f"{TRAIN} --data rows.jsonl --recipe out-of-range.toml": "num_draft_tokens must be at least 1, got 0",
+    # an empty prompt, a prompt longer than the context
+    f"generate '' {ON}": "the prompt is empty",
+    f"generate ' ' {ON}": "the prompt is empty",
+    f"generate {'x' * 600} {ON}": "tokens, but target 'target' holds 512",
+    f"generate {'x' * 600} --raw {ON}": "the prompt has 600 tokens",
+    f"{EVAL} --prompts empty-prompt.jsonl": "empty-prompt.jsonl:2: the prompt is empty",
+    f"{EVAL} --prompts long.jsonl": "prompt 'q2': the prompt has 6",
+    f"{TRAIN} --data rows.jsonl --max-length 600": "max_length 600 exceeds the target's 512",
+    # other values out of their range, and options that contradict each other
+    f"{GENERATE} --max-tokens 0": "max_tokens must be at least 1, got 0",
+    f"{GENERATE} --temperature -1": "temperature must be 0 or more, got -1.0",
+    f"{GENERATE} --top-p 2": "got 2.0",
+    f"{GENERATE} --stop ''": "stop must be",
+    f"{GENERATE} --sample-drafts": "--sample-drafts needs a temperature above 0",
+    f"{GENERATE} --raw --system s": "the system message 's' has no place",
+    f"{GENERATE} --device abacus": "unknown device 'abacus'",
+    f"{EVAL} --limit 0": "limit must be at least 1, got 0",
+    f"{EVAL} --max-tokens 0": "max_tokens must be at least 1, got 0",
+    f"{TRAIN} --data rows.jsonl --num-steps 0": "num_steps must be at least 1, got 0",
+    f"{TRAIN} --data rows.jsonl --num-layers 9": "num_layers 9 exceeds the target's 8",
+    f"{TRAIN} --data rows.jsonl --aux-layer-ids 3 99": "99",
+    f"{TRAIN} --data rows.jsonl --mask-token-id 999": "999",
+    f"{DOCTOR} --device abacus": "unknown device 'abacus'",
+}
+
+
+def tree(root: Path) -> dict[str, tuple[int, int]]:
+    found = {str(path): path.stat() for path in root.rglob("*")}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+def words(line: str) -> list[str]:
+    return [word.strip("'") for word in re.findall(r"'[^']*'|\S+", line)]
+
+
+@pytest.fixture
+def in_world(peagle, world, monkeypatch):
+    """Run a command line in the world's folder; afterwards the folder must be as it was."""
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("PEAGLE_CACHE", str(world / "cache"))
+    before = tree(world)
+
+    def call(line: str):
+        result = peagle(*words(line.replace("{root}", str(world))))
+        assert tree(world) == before, "something was written"
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_refused(in_world, world, line):
+    result = in_world(line)
+    assert result.status == 2, result.err
+    assert result.out == "", "stdout is data"
+    _, found, paragraph = ("\n" + result.err).partition("\nerror: ")
+    assert found, result.err
+    assert CASES[line].replace("{root}", str(world)) in paragraph
+    assert paragraph.count("\nhint: ") == 1 and "\n\n" not in paragraph and "Traceback" not in result.err
+    assert len(paragraph.strip().splitlines()) <= 3, "one paragraph"
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("generate hi --bogus", "--bogus"),
+        ("eval --bogus", "--bogus"),
+        ("train --bogus", "--bogus"),
+        ("export out --bogus", "--bogus"),
+        ("doctor --bogus", "--bogus"),
+        ("generate", "PROMPT"),
+        ("eval", "--prompts"),
+        ("train", "--data"),
+        ("export", "OUTPUT"),
+        ("generate hi --dtype float31", "float31"),
+        ("generate hi --max-tokens many", "many"),
+        ("generate hi --temperature", "--temperature"),
+        ("eval --prompts rows.jsonl --limit few", "few"),
+        ("train --data a --output b --loss mse", "mse"),
+        ("generate hi there", "there"),
+        ("train --data a --output b --drafter c", "--drafter"),
+    ],
+)
+def test_options_that_cannot_be_read_are_explained(in_world, line, named):
+    result = in_world(line)
+    assert result.status == 2 and result.out == ""
+    assert named in result.err and "--help" in result.err and "Traceback" not in result.err
+
+
+def test_a_misspelled_option_is_answered_with_the_right_one(in_world):
+    assert "--num-draft-tokens" in in_world("generate hi --num-draft-token 3").err

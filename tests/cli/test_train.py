@@ -1,0 +1,116 @@
+"""`peagle train`: recipes and flags, a finished drafter that serves, and runs that are stopped and go on."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from peagle.training.trainer import Trainer
+
+RECIPE = """
+num_layers = 1
+num_draft_tokens = 2
+num_steps = 4
+batch_size = 2
+max_length = 48
+warmup_steps = 1
+save_every = 100
+log_every = 2
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "conversations.jsonl"
+    rows = [{"prompt": f"the user {index}", "answer": "the answer of the user"} for index in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def train(peagle, models, data, recipe):
+    def call(output, *argv):
+        chosen = ("--target", models / "target", "--dtype", "float32", "--recipe", recipe, "--data", data)
+        return peagle("train", *chosen, "--output", output, *argv)
+
+    return call
+
+
+def test_a_recipe_and_flags_make_a_drafter_that_answers(train, peagle, models, tmp_path):
+    result = train(tmp_path / "drafter")
+    assert result.status == 0, result.err
+    assert result.out == f"{tmp_path / 'drafter'}\n", "stdout is where the drafter is"
+    assert "training on 6 conversations" in result.err and "step 4 of 4: loss " in result.err
+    card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
+    assert card["num_draft_tokens"] == 2 and card["training"]["num_steps"] == 4
+    chosen = ("--target", models / "target", "--dtype", "float32", "--drafter", tmp_path / "drafter")
+    answered = peagle("generate", "the user", *chosen, "--compare", "--json", "--max-tokens", 8)
+    assert answered.status == 0 and answered.json["identical_to_plain"] is True
+
+
+def test_a_flag_beside_the_recipe_wins(train, tmp_path):
+    assert train(tmp_path / "drafter", "--num-steps", 1, "--no-fc-norm").status == 0
+    card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
+    assert card["training"]["num_steps"] == 1 and card["training"]["batch_size"] == 2
+    assert card["training"]["fc_norm"] is False
+
+
+def test_a_recipe_can_hold_everything(peagle, models, data, recipe, tmp_path):
+    recipe.write_text(f"data = '{data}'\noutput = '{tmp_path / 'out'}'\n{RECIPE}")
+    result = peagle("train", f"--recipe={recipe}", "--target", models / "target", "--dtype", "float32")
+    assert result.status == 0 and result.out == f"{tmp_path / 'out'}\n"
+
+
+def test_what_neither_recipe_nor_flags_give_is_asked_for(peagle, recipe):
+    result = peagle("train", "--recipe", recipe)
+    assert result.status == 2 and "--data" in result.err and "--output" in result.err
+
+
+def test_the_recipe_shows_in_the_help_as_the_defaults(peagle, recipe):
+    assert "(default: 4)" in peagle("train", "--recipe", recipe, "--help").out.split("--num-steps")[1].splitlines()[0]
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name_and_nothing_is_written(train, recipe, tmp_path):
+    recipe.write_text(RECIPE + "learning_rat = 0.1\n")
+    result = train(tmp_path / "drafter")
+    assert result.status == 2 and result.out == ""
+    assert result.err == (f"error: {recipe}: unknown key 'learning_rat'\nhint: did you mean 'learning_rate'?\n")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_an_interrupted_run_goes_on_and_ends_where_an_undisturbed_one_does(train, tmp_path, monkeypatch):
+    assert train(tmp_path / "undisturbed").status == 0
+    steps = []
+    train_step = Trainer.train_step
+
+    def interrupt_before_the_third(self, batch):
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        steps.append(train_step(self, batch))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupt_before_the_third)
+        stopped = train(tmp_path / "drafter")
+    assert stopped.status == 130 and stopped.err.endswith("interrupted\n") and stopped.out == ""
+    assert not (tmp_path / "drafter" / "model.safetensors").exists()
+
+    refused = train(tmp_path / "drafter", "--learning-rate", 0.5)
+    assert refused.status == 2 and "learning_rate was 0.001, is 0.5" in refused.err
+
+    result = train(tmp_path / "drafter")
+    assert result.status == 0 and "from step 2" in result.err
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "drafter"))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def test_held_out_conversations_give_an_acceptance_on_the_card(train, data, tmp_path):
+    assert train(tmp_path / "drafter", "--held-out", data, "--num-steps", 1).status == 0
+    card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
+    assert card["acceptance"]["held_out_replay"]["acceptance_length"] >= 1
