@@ -1,7 +1,5 @@
 """Evaluating on prompts: counts, edges of acceptance, and what is said when answers differ."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -23,14 +21,6 @@ def prompt(text, name="1"):
 
 
 PROMPTS = [prompt("the user", "a"), prompt("another question", "b")]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """A target and a drafter as directories, and the command line run in this process."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +42,6 @@ def write_drafter(target: HFTarget, directory: Path) -> Path:
     )
     save_drafter(drafter, directory, card, full=False, dtype=torch.float32)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small only lose by sharing their work, and lose most on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

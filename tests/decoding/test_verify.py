@@ -4,7 +4,7 @@ Legend: B requests, K draft tokens, L = K + 1, V vocabulary.
 """
 
 import doctest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -21,15 +21,6 @@ V = 5
 K = 3
 L = K + 1
 NUM_SEEDS = 100_000
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small operations: waiting for a second thread on a busy machine costs more than it gives."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def tensor(values: object) -> Tensor:

@@ -5,6 +5,7 @@ and printed.
 """
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text())
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
+    torch.set_num_threads(os.cpu_count() or 1)  # a real model, unlike those of the other tests
     return load_target(dtype="float32", device="cpu")
 
 

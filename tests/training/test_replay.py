@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
 from peagle.errors import ConfigError
 from peagle.training.conversations import Conversation
-from peagle.training.replay import ReplayResult, draft_everywhere, replay
+from peagle.training.replay import draft_everywhere, replay
 from tiny import tiny_drafter, tiny_target
 
 
@@ -73,7 +74,7 @@ def slow_walk(target, drafter, conversations, num_draft_tokens):
                     accepted_per_position[accepted] += 1
                     accepted += 1
                 emitted += accepted + 1
-    return ReplayResult(num_drafts, tuple(accepted_per_position))
+    return Acceptance(num_drafts, tuple(accepted_per_position))
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
@@ -137,7 +138,7 @@ def test_nothing_to_draft_counts_nothing(target, drafter):
         Conversation(np.array([5, 6, 7], dtype=np.int32), np.array([False, False, True])),
     ]
     result = replay(target, drafter, rows, 2)
-    assert result == ReplayResult(0, (0, 0)) and result.acceptance_length == 1.0 and result.per_position == [0.0, 0.0]
+    assert result == Acceptance(0, (0, 0)) and result.acceptance_length == 1.0 and result.per_position == [0.0, 0.0]
 
 
 def test_more_draft_tokens_than_trained_are_refused(target, drafter):

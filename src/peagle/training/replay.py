@@ -8,11 +8,11 @@ Shapes: B rows, T tokens, K draft tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter
 from peagle.drafter.slots import Slots, slot_inputs, training_slots, visible
 from peagle.errors import ConfigError
@@ -24,23 +24,6 @@ from peagle.training.conversations import Conversation
 ANCHORS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class ReplayResult:
-    """What serving the answers would have counted."""
-
-    num_drafts: int
-    accepted_per_position: tuple[int, ...]
-
-    @property
-    def acceptance_length(self) -> float:
-        return 1 + sum(self.accepted_per_position) / max(1, self.num_drafts)
-
-    @property
-    def per_position(self) -> list[float]:
-        """Share of drafts whose token at each position was accepted."""
-        return [count / max(1, self.num_drafts) for count in self.accepted_per_position]
-
-
 @torch.no_grad()
 def replay(
     target: HFTarget,
@@ -48,7 +31,7 @@ def replay(
     conversations: Sequence[Conversation],
     num_draft_tokens: int,
     rows_at_once: int = 4,
-) -> ReplayResult:
+) -> Acceptance:
     """Replay the answers in `conversations`, which must be the target's greedy ones, at `num_draft_tokens`."""
     if not drafter.config.parallel:
         raise ConfigError(
@@ -56,8 +39,7 @@ def replay(
             hint="measure its acceptance by decoding",
         )
     drafter.config.check_num_draft_tokens(num_draft_tokens)
-    counts = [0] * num_draft_tokens
-    num_drafts = 0
+    accepted_by_step: list[int] = []
     was_training = drafter.training
     drafter.eval()
     # Shorter ones hold no draft: a first token of the text, an answer's first token, and one to draft.
@@ -69,13 +51,10 @@ def replay(
             depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
             drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
             for row, conversation in enumerate(rows):
-                for accepted in _walk(drafts_BTK[row], conversation, num_draft_tokens):
-                    num_drafts += 1
-                    for position in range(accepted):
-                        counts[position] += 1
+                accepted_by_step += _walk(drafts_BTK[row], conversation, num_draft_tokens)
     finally:
         drafter.train(was_training)
-    return ReplayResult(num_drafts, tuple(counts))
+    return Acceptance.of(accepted_by_step, num_draft_tokens)
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import save_drafter
+from peagle.drafter.checkpoint import WEIGHTS_NAME, save_drafter
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, DataError
@@ -18,7 +19,7 @@ from peagle.provenance import provenance
 from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import ConversationSet, read_conversations
-from peagle.training.replay import ReplayResult, replay
+from peagle.training.replay import replay
 from peagle.training.resume import RunState
 from peagle.training.trainer import Trainer
 
@@ -49,6 +50,8 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     )
     inputs = {"target_weights": target.fingerprint(), "data_bytes": config.data.stat().st_size}
     run = RunState(config, inputs)
+    if (config.output / WEIGHTS_NAME).exists() and not run.can_continue:
+        raise ConfigError(f"{config.output} already holds a finished drafter", hint="give another output")
     drafter = create_drafter(target, drafter_config, config.init, config.seed)
     trainer = Trainer(target, drafter, config, run)
     log.info(
@@ -121,7 +124,7 @@ def _card(
     )
 
 
-def _replay_record(result: ReplayResult) -> dict[str, Any]:
+def _replay_record(result: Acceptance) -> dict[str, Any]:
     return {
         "acceptance_length": round(result.acceptance_length, 4),
         "per_position": [round(share, 4) for share in result.per_position],
