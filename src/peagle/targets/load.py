@@ -200,6 +200,7 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     # The weights are plain tensors now; transformers would still refuse to save a "quantized" model.
     config.__dict__.pop("quantization_config", None)
     model.hf_quantizer = None
+    tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of byte-level text
     # The tokenizer's end token comes out wrong for some files; the model's metadata has the right one.
     if config.eos_token_id is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
