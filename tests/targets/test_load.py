@@ -337,8 +337,20 @@ def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert has_native_bfloat16() == (expected == torch.bfloat16)
     with caplog.at_level("INFO", logger="peagle.targets.load"):
-        assert choose_dtype("auto", torch.device("cpu")) == expected
+        assert choose_dtype("auto", torch.device("cpu"), float32_bytes=2**60) == expected
     assert f"{machine} CPU {'has' if expected == torch.bfloat16 else 'lacks'} bfloat16" in caplog.text
+
+
+def test_a_target_that_fits_is_exact_on_a_cpu_whatever_its_instructions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("peagle.targets.load._cpu_flags", lambda: {"amx_bf16"})
+    monkeypatch.setattr("peagle.targets.load.memory_bytes", lambda: 1000)
+    with caplog.at_level("INFO"):
+        assert choose_dtype("auto", torch.device("cpu"), float32_bytes=500) == torch.float32
+        assert choose_dtype("auto", torch.device("cpu"), float32_bytes=501) == torch.bfloat16
+    assert "dtype float32: exact, and the weights fit" in caplog.text
+    assert "dtype bfloat16: float32 weights would take" in caplog.text
 
 
 def test_a_named_dtype_is_taken_and_an_unknown_one_refused() -> None:

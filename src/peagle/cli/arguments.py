@@ -30,7 +30,7 @@ class TargetArguments:
     target: str | None = None
     """directory, GGUF file, catalog name or Hugging Face id; by default the embedded SmolLM2-135M-Instruct"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 where the processor has the instructions for it, else float32"""
+    """auto: bfloat16 on a GPU; on a CPU float32, or bfloat16 for weights that fill the memory where it is native"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
 

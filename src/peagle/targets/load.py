@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import platform
@@ -42,7 +43,7 @@ def load_target(
     name = os.fspath(target) if target is not None else DEFAULT_TARGET
     directory = find_target(name)
     chosen_device = choose_device(device)
-    chosen_dtype = choose_dtype(dtype, chosen_device)
+    chosen_dtype = choose_dtype(dtype, chosen_device, _float32_bytes(directory))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen_dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -113,24 +114,54 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of a name; "auto" is bfloat16 where the processor multiplies it natively, else float32."""
+def choose_dtype(dtype: str, device: torch.device, float32_bytes: int = 0) -> torch.dtype:
+    """The dtype of a name. "auto" is bfloat16 on a GPU that has it, and on a CPU what is exact and still fits.
+
+    On a CPU the verification of several tokens and the decoding of one round differently, so only in float32 are
+    answers with drafts equal to plain ones to the last token. Targets whose weights, `float32_bytes`, would fill more
+    than half of the memory take bfloat16, but only where the processor has instructions for it: without them such
+    products are 10 to 100 times slower.
+    """
     if dtype != "auto":
         if dtype not in DTYPES:
             raise TargetError(f"unknown dtype {dtype!r}", hint=f"use auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if device.type == "cuda":
-        native, reason = torch.cuda.is_bf16_supported(), torch.cuda.get_device_name(device)
+        is_low, reason = torch.cuda.is_bf16_supported(), torch.cuda.get_device_name(device)
     else:
-        native = has_native_bfloat16()
-        reason = f"this {platform.machine()} CPU {'has' if native else 'lacks'} bfloat16 instructions"
-    chosen = torch.bfloat16 if native else torch.float32
+        is_low, reason = _wants_bfloat16(float32_bytes)
+    chosen = torch.bfloat16 if is_low else torch.float32
     log.info("dtype %s: %s", str(chosen).removeprefix("torch."), reason)
     return chosen
 
 
+def _wants_bfloat16(float32_bytes: int) -> tuple[bool, str]:
+    """Whether a CPU should run these weights in bfloat16, and why."""
+    processor = f"this {platform.machine()} CPU {'has' if has_native_bfloat16() else 'lacks'} bfloat16 instructions"
+    if float32_bytes <= memory_bytes() // 2:
+        return False, f"exact, and the weights fit ({processor})"
+    size = f"float32 weights would take {float32_bytes / 2**30:.0f} of {memory_bytes() / 2**30:.0f} GiB of memory"
+    return has_native_bfloat16(), f"{size}; {processor}"
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _float32_bytes(directory: Path) -> int:
+    """What the directory's weights take in float32. Files of half precision, the usual case, are taken to double."""
+    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        name = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        name = None  # the load that follows says what is wrong with the file
+    return stored if name == "float32" else 2 * stored
+
+
 def has_native_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions; without them such products are 10 to 100 times slower."""
+    """Whether this CPU has bfloat16 matrix instructions."""
     flags = _cpu_flags()
     return bool(flags & {"amx_bf16", "avx512_bf16"}) or (platform.machine() == "aarch64" and "bf16" in flags)
 
