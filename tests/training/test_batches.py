@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.drafter.slots import training_slots
-from peagle.training.batches import LABEL_CHUNK, SLOT_MULTIPLE, label_batch, make_batch, pad_rows, rows_of_step
+from peagle.training.batches import LABEL_MULTIPLE, SLOT_MULTIPLE, label_batch, make_batch, pad_rows, rows_of_step
 from peagle.training.cod import max_depths
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
@@ -67,7 +67,7 @@ def test_all_batches_of_a_run_share_one_shape():
     assert len({batch.token_ids_BT.shape for batch in batches}) == 1
     assert {batch.slots.anchor_BS.shape[1] % SLOT_MULTIPLE for batch in batches} == {0}
     assert len({batch.slots.anchor_BS.shape for batch in batches}) == 1
-    assert {len(batch.row_N) % LABEL_CHUNK for batch in batches} == {0}
+    assert {len(batch.row_N) % LABEL_MULTIPLE for batch in batches} == {0}
 
 
 def test_the_labels_of_a_ten_token_row_are_as_counted_by_hand():
@@ -82,7 +82,7 @@ def test_the_labels_of_a_ten_token_row_are_as_counted_by_hand():
     assert found == [[1, 2, 6, 8], [0, 0, 0, 1], [2, 3, 7, 3]]
     labels = token_ids[0, batch.judge_N[:4] + 1].tolist()
     assert labels == [13, 14, 18, 14], "the target's distribution at a judge predicts the token after it"
-    assert batch.weight_N.tolist() == [1.0] * 4 + [0.0] * (LABEL_CHUNK - 4)
+    assert batch.weight_N.tolist() == [1.0] * 4 + [0.0] * (LABEL_MULTIPLE - 4)
     assert batch.slots.anchor_BS[0, batch.slot_N[:4]].tolist() == [1, 2, 6, 1]
 
 
@@ -101,7 +101,7 @@ def test_every_label_lies_in_an_answer_and_one_after_its_judge():
 
 def test_a_batch_without_any_label_still_has_a_full_chunk_of_no_weight():
     batch = make_batch([conversation([5, 6, 7, 8], [0, 0, 0, 1])], config(batch_size=2), 0)
-    assert batch.num_labels == 0 and len(batch.row_N) == LABEL_CHUNK and not batch.weight_N.any()
+    assert batch.num_labels == 0 and len(batch.row_N) == LABEL_MULTIPLE and not batch.weight_N.any()
 
 
 @pytest.mark.parametrize("length", [4, 30])
@@ -115,3 +115,13 @@ def test_rows_are_padded_or_cut_to_the_length(length):
 def test_moving_a_batch_keeps_every_part():
     batch = make_batch(conversations(4), config(), 0)
     assert equal(batch, batch.to(torch.device("cpu")))
+
+
+def test_large_batches_are_padded_to_whole_chunks(monkeypatch):
+    """Two rows of 12 tokens have 2 * 10 * (number of depths) labels at most: more than a chunk of 16."""
+    monkeypatch.setattr("peagle.training.batches.LABEL_CHUNK", 16)
+    token_ids_BT = torch.zeros(2, 12, dtype=torch.long)
+    loss_mask_BT = torch.ones(2, 12, dtype=torch.bool)
+    depths_BT = max_depths(loss_mask_BT, 3)
+    batch = label_batch(token_ids_BT, training_slots(depths_BT), depths_BT)
+    assert batch.num_labels > 16 and len(batch.row_N) % 16 == 0 and len(batch.row_N) - batch.num_labels < 16

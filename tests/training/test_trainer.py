@@ -105,6 +105,7 @@ def plain_mean_loss(trainer, batch):
 def test_chunked_backward_gives_the_gradients_of_one_plain_pass(target, tmp_path, monkeypatch, loss, embeddings):
     monkeypatch.setattr("peagle.training.trainer.LABEL_CHUNK", 16)
     monkeypatch.setattr("peagle.training.batches.LABEL_CHUNK", 16)
+    monkeypatch.setattr("peagle.training.batches.LABEL_MULTIPLE", 4)
     trainer = new_trainer(target, settings(tmp_path, loss=loss, embeddings=embeddings))
     batch = make_batch(conversations(), trainer.config, 0)
     assert len(batch.row_N) > 16, "several chunks, or the test shows nothing"

@@ -16,7 +16,8 @@ from peagle.training.cod import max_depths, max_num_slots, sample_depths
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
 
-LABEL_CHUNK = 4096  # labels are projected to the vocabulary this many at a time
+LABEL_CHUNK = 4096  # labels are projected to the vocabulary this many at a time, always as many: one compiled shape
+LABEL_MULTIPLE = 64  # a batch of fewer labels than a chunk is only padded to a multiple of this
 SLOT_MULTIPLE = 64  # fused attention kernels want rows of such a length
 
 
@@ -100,7 +101,8 @@ def label_batch(token_ids_BT: Tensor, slots: Slots, max_depths_BT: Tensor) -> Ba
     limit_BS = max_depths_BT.gather(1, slots.anchor_BS)
     row_N, slot_N = ((slots.depth_BS >= 0) & (slots.depth_BS < limit_BS)).nonzero(as_tuple=True)
     num_labels = len(row_N)
-    padding = _round_up(max(1, num_labels), LABEL_CHUNK) - num_labels
+    multiple = LABEL_CHUNK if num_labels > LABEL_CHUNK else LABEL_MULTIPLE
+    padding = _round_up(max(1, num_labels), multiple) - num_labels
     row_N, slot_N = (torch.cat([part, part.new_zeros(padding)]) for part in (row_N, slot_N))
     weight_N = (torch.arange(len(row_N)) < num_labels).float()
     depth_N = slots.depth_BS[row_N, slot_N].clamp_min(0)
