@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
 
-STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "yellow"}
+STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta"}
 
 
 @dataclass(frozen=True)
