@@ -14,6 +14,7 @@ import tyro
 from peagle.cli.arguments import TargetArguments, TargetOptions, parse
 from peagle.cli.progress import progress_bar
 from peagle.config import from_toml
+from peagle.json_rows import read_lines
 from peagle.training.config import TrainConfig
 
 
@@ -27,11 +28,14 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "train", argv, **_defaults(argv))
+    config = arguments.train
+    for path in (config.data, config.held_out):
+        if path is not None:
+            next(read_lines(path), None)  # a wrong path is said at once, not after the target was loaded
     target = arguments.target.load()
 
     from peagle.training.run import train_drafter
 
-    config = arguments.train
     with progress_bar() as progress:
         task = progress.add_task("training", total=config.num_steps)
 
