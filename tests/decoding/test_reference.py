@@ -74,7 +74,7 @@ def test_greedy_decoding_with_drafts_equals_transformers_generate(
 
 @dataclass
 class ScriptedSession:
-    """Drafts a given continuation of the text, shifted by `error` where it should be wrong."""
+    """Drafts a given continuation of the text; tokens from `right_up_to` on are wrong by one."""
 
     text: list[int]
     vocab_size: int

