@@ -77,6 +77,7 @@ def world(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 ON = "--target target --drafter drafter --dtype float32"
 GENERATE = f"generate hello {ON}"
 EVAL = f"eval {ON} --prompts rows.jsonl"
+BENCH = f"bench {ON} --prompts rows.jsonl"
 TRAIN = "train --target target --dtype float32 --num-steps 1 --num-layers 1 --max-length 64 --output out"
 EXPORT = "export out --dtype float32"
 DOCTOR = "doctor --json --dtype float32"
@@ -147,6 +148,32 @@ CASES = {
     f"{TRAIN} --data rows.jsonl --recipe wrong-type.toml": "num_steps must be a whole number, got 'many'",
     f"{TRAIN} --data rows.jsonl --recipe wrong-choice.toml": "got 'mse'",
     f"{GENERATE} --drafter drafter-new-card": "unknown key 'acceptanse'",
+    # methods, sweeps and options that contradict each other
+    f"bench {ON}": "nothing to run",
+    f"{BENCH} --methods none,p-eagel": "no method 'p-eagel'\nhint: did you mean 'p-eagle'?",
+    f"{BENCH} --methods none,none": "none,none: a value is given twice",
+    f"{BENCH} --concurrency 0,8": "--concurrency must be at least 1, got 0",
+    f"{BENCH} --num-requests 0": "--num-requests must be at least 1, got 0",
+    f"{BENCH} --num-draft-tokens 2,5": "between 1 and 4, the depth it was trained for, got 5",
+    f"{BENCH} --num-draft-tokens 0": "--num-draft-tokens must be at least 1, got 0",
+    "bench --target target --prompts rows.jsonl --methods none --num-draft-tokens 2": "needs a method that drafts",
+    f"{BENCH} --methods none": "--drafter is given, but --methods leaves p-eagle out",
+    f"{BENCH} --methods none,p-eagle,eagle3": "eagle3 needs a drafter that was trained for it",
+    f"{BENCH} --eagle3-drafter drafter": "--methods leaves eagle3 out",
+    f"{BENCH} --methods p-eagle,eagle3 --eagle3-drafter drafter": "is a drafter for p-eagle, but the method is eagle3",
+    f"{BENCH} --anchors --temperature 1": "--anchors are greedy, but --temperature is 1.0",
+    f"{BENCH} --prompts rows.jsonl,none.jsonl": "none.jsonl",
+    f"{BENCH} --limit 0": "limit must be at least 1, got 0",
+    f"{BENCH} --max-tokens 0": "max_tokens must be at least 1, got 0",
+    f"{BENCH} --prompts long.jsonl": "prompt 'q2': the prompt has",
+    f"{BENCH} --plot plot.txt": "the name must end in",
+    f"{BENCH} --plot none/plot.png": "there is no directory none",
+    "bench --dummy llama-8": "no shape 'llama-8'",
+    "bench --dummy broken.jsonl": "broken.jsonl is not valid JSON",
+    "bench --dummy llama-8b --prompts rows.jsonl": "contradicts --prompts",
+    "bench --dummy llama-8b --target target": "contradicts --target",
+    "bench --dummy llama-8b --anchors": "contradicts --anchors",
+    "bench --dummy llama-8b --methods p-eagle": "contradicts --methods",
     # a drafter for another target
     f"{GENERATE} --target stranger": "'stranger', its weights are not the ones the drafter was trained on",
     f"{GENERATE} --drafter drafter-wide": "vocab_size is 999, but target 'target' has 288",
@@ -228,6 +255,8 @@ def test_refused(in_world, world, line):
     [
         ("generate hi --bogus", "--bogus"),
         ("eval --bogus", "--bogus"),
+        ("bench --bogus", "--bogus"),
+        ("bench --prompts rows.jsonl --concurrency 1,few", "few"),
         ("train --bogus", "--bogus"),
         ("export out --bogus", "--bogus"),
         ("doctor --bogus", "--bogus"),

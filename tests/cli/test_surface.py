@@ -21,6 +21,11 @@ FLAGS = {
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --seed --compare --no-compare "
         f"--json --no-json {TARGET} {DRAFTER}"
     ),
+    "bench": (
+        "--prompts --limit --methods --num-draft-tokens --concurrency --num-requests --max-tokens --temperature --seed "
+        "--anchors --no-anchors --dummy --eagle3-drafter "
+        f"--json --no-json --plot {TARGET} {DRAFTER}"
+    ),
     "train": (
         "--recipe --data --output --held-out --num-layers --num-draft-tokens --aux-layer-ids --mask-token-id "
         "--fc-norm --no-fc-norm --embeddings --init --loss --retention --retention-floor --max-length --batch-size "
@@ -31,7 +36,7 @@ FLAGS = {
     "doctor": f"--json --no-json {TARGET} {DRAFTER}",
 }
 
-ARGUMENTS = {"generate": "PROMPT", "eval": "", "train": "", "export": "OUTPUT", "doctor": "[DRAFTER]"}
+ARGUMENTS = {"generate": "PROMPT", "eval": "", "bench": "", "train": "", "export": "OUTPUT", "doctor": "[DRAFTER]"}
 
 
 def test_every_command_is_listed_here():
@@ -41,7 +46,9 @@ def test_every_command_is_listed_here():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_flags_of(peagle, command):
     lines = [line for line in peagle(command, "--help").out.splitlines() if re.match(r"\W+ --", line)]
-    flags = {flag for line in lines for flag in re.findall(r"(?<!\S)--[a-z][a-z-]+", re.split(r"(?<=\S)  +", line)[0])}
+    flags = {
+        flag for line in lines for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]+", re.split(r"(?<=\S)  +", line)[0])
+    }
     assert flags == set(FLAGS[command].split()), "the flags changed: change this list, the docs and the change log"
 
 

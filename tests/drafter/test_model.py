@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 
 from passes import TEXT, aux_of, draft_logits
 from peagle.drafter.create import config_for_target, create_drafter
-from peagle.drafter.model import Drafter
+from peagle.drafter.model import DenseMemory, Drafter
 from peagle.errors import ConfigError
 from tiny import tiny_drafter, tiny_target
 
@@ -162,9 +162,9 @@ def test_scaled_rotary_attention_is_that_of_transformers(rope: dict) -> None:
     bias = torch.zeros(1, 1, 40, 40).masked_fill(~causal, float("-inf"))
     with torch.no_grad():
         expected, _ = reference(x, LlamaRotaryEmbedding(reference_config)(x, positions), bias)
-        found, _ = ours(x, drafter.rotary(x, positions), causal, None)
+        found = ours(x, drafter.rotary(x, positions), DenseMemory(causal[0], None).layer(0))
         plain = tiny_drafter(tiny_target()).rotary(x, positions)
-        unscaled, _ = ours(x, plain, causal, None)
+        unscaled = ours(x, plain, DenseMemory(causal[0], None).layer(0))
     assert torch.allclose(found, expected, atol=1e-5)
     assert not torch.allclose(unscaled, expected, atol=1e-2), "the scaling matters at these positions"
 

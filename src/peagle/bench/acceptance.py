@@ -122,7 +122,7 @@ def evaluate(
     from peagle.decoding.reference import decode
 
     drafter.check_num_draft_tokens(num_draft_tokens)
-    rendered = [_render(target, prompt) for prompt in prompts]
+    rendered = [render_prompt(target, prompt) for prompt in prompts]
     totals = Evaluation(num_draft_tokens, Acceptance(0, (0,) * num_draft_tokens))
     for prompt, prompt_ids in zip(prompts, rendered, strict=True):
         started = time.perf_counter()
@@ -146,7 +146,7 @@ def evaluate(
     return totals
 
 
-def _render(target: "HFTarget", prompt: Prompt) -> list[int]:
+def render_prompt(target: "HFTarget", prompt: Prompt) -> list[int]:
     """Token ids of a prompt; one that the target cannot answer is refused by its id."""
     from peagle.decoding.reference import check_prompt
     from peagle.tokenizer import render_chat

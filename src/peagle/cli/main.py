@@ -13,6 +13,7 @@ from peagle.errors import PeagleError, nearest
 COMMANDS = {
     "generate": "answer one prompt, streaming; --compare shows it beside plain decoding",
     "eval": "decode a prompt file for real and report acceptance, speed and losslessness",
+    "bench": "sweep methods, draft lengths and concurrency; --anchors measures transformers beside them",
     "train": "train a drafter for a target",
     "export": "write a drafter as the full directory that vLLM loads",
     "doctor": "report versions, device and choices; with a directory, check a drafter",

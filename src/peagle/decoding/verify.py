@@ -63,7 +63,7 @@ class Verification(NamedTuple):
 
 def verify_greedy(target_logits_BLV: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
     """Keep draft tokens while they are the target's most likely ones; the lowest id wins among equal logits."""
-    return _keep_matches(target_logits_BLV.argmax(-1), draft_tokens_BK, num_draft_B)
+    return keep_matches(target_logits_BLV.argmax(-1), draft_tokens_BK, num_draft_B)
 
 
 def verify_deterministic(
@@ -85,7 +85,7 @@ def verify_deterministic(
     """
     num_rows = target_probs_BLV.shape[1]
     uniform_BL = uniform(seed_B.unsqueeze(1), _positions(position_B, num_rows), STREAM_DRAW)
-    return _keep_matches(draw(target_probs_BLV, uniform_BL), draft_tokens_BK, num_draft_B)
+    return keep_matches(draw(target_probs_BLV, uniform_BL), draft_tokens_BK, num_draft_B)
 
 
 def verify_sampled(
@@ -152,7 +152,7 @@ def _row(rows_BNV: Tensor, row_B: Tensor) -> Tensor:
     return rows_BNV.gather(1, index_B1V).squeeze(1)
 
 
-def _keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
+def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
     """Keep draft tokens while they equal the wanted ones; the next token is the wanted one after the kept ones."""
     is_match_BK = wanted_BL[:, : draft_tokens_BK.shape[1]] == draft_tokens_BK
     num_accepted_B = _num_leading(is_match_BK & _is_draft(draft_tokens_BK, num_draft_B))

@@ -7,6 +7,7 @@ A concatenated aux width, V draft vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -20,6 +21,8 @@ from peagle.drafter.drafting import DraftingSession
 from peagle.errors import ConfigError
 
 KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer with its memory, [B, H, S, E]: of queries, and of keys and values [B, H_kv, S, E]."""
 
 
 class DrafterOutput(NamedTuple):
@@ -62,20 +65,34 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cached: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        query, key = rotate(query, rotary), rotate(key, rotary)
-        if cached is not None:
-            key, value = torch.cat([cached[0], key], dim=2), torch.cat([cached[1], value], dim=2)
+        attended = attend(rotate(query, rotary), rotate(key, rotary), value)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class DenseMemory:
+    """Attention over the slots of one pass and those of a cache, which `new_cache` extends layer by layer."""
+
+    def __init__(self, visible_BSC: Tensor, cache: KeyValues | None) -> None:
+        self.mask = visible_BSC[:, None]
+        self.cache = cache
+        self.new_cache: KeyValues = []
+
+    def layer(self, index: int) -> Attend:
+        return partial(self._attend, index)
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.cache is not None:
+            cached_key, cached_value = self.cache[layer]
+            key, value = torch.cat([cached_key, key], dim=2), torch.cat([cached_value, value], dim=2)
+        self.new_cache.append((key, value))
         # Heads are repeated by hand: torch's fused kernels take a mask or grouped heads, not both.
         group_size = query.shape[1] // key.shape[1]
-        attended = functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=mask
+        return functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=self.mask
         )
-        return self.o_proj(attended.transpose(1, 2).flatten(2)), (key, value)
 
 
 class MLP(nn.Module):
@@ -107,18 +124,16 @@ class Layer(nn.Module):
         state: Tensor,
         embedding: Tensor,
         rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        cached: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        attend: Attend,
+    ) -> Tensor:
         if self.hidden_norm is None:
             attention_input = self.input_layernorm(state)
         else:
             normed = self.hidden_norm(state)
             attention_input = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
             state = normed if self.norm_before_residual else state
-        attended, key_value = self.self_attn(attention_input, rotary, mask, cached)
-        state = state + attended
-        return state + self.mlp(self.post_attention_layernorm(state)), key_value
+        state = state + self.self_attn(attention_input, rotary, attend)
+        return state + self.mlp(self.post_attention_layernorm(state))
 
 
 class Drafter(nn.Module):
@@ -193,16 +208,34 @@ class Drafter(nn.Module):
         cache: KeyValues | None = None,
     ) -> DrafterOutput:
         """One pass over S slots. Key rows are the cached slots followed by these; the returned cache holds both."""
-        embedding_BSD = self.embed(token_ids_BS).to(fused_BSD.dtype)
-        rotary = self.rotary(fused_BSD, position_BS)
-        mask = visible_BSC[:, None]
-        state, new_cache = fused_BSD, []
+        memory = DenseMemory(visible_BSC, cache)
+        layer_inputs = self.layer_inputs(token_ids_BS, fused_BSD, position_BS)
+        normed, carried = self.layer_outputs(self.run_layers(fused_BSD, *layer_inputs, memory.layer))
+        return DrafterOutput(normed, carried, memory.new_cache)
+
+    def layer_inputs(
+        self, token_ids_BS: Tensor, fused_BSD: Tensor, position_BS: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What the layers read besides the fused states: embeddings and rotary tables."""
+        return self.embed(token_ids_BS).to(fused_BSD.dtype), self.rotary(fused_BSD, position_BS)
+
+    def run_layers(
+        self,
+        fused_BSD: Tensor,
+        embedding_BSD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend_in: Callable[[int], Attend],
+    ) -> Tensor:
+        """All layers, with whatever memory `attend_in` gives each of them to read and write."""
+        state_BSD = fused_BSD
         for index, layer in enumerate(self.layers):
-            cached = None if cache is None else cache[index]
-            state, key_value = layer(state, embedding_BSD, rotary, mask, cached)
-            new_cache.append(key_value)
-        normed = self.norm(state)
-        return DrafterOutput(normed, normed if self.config.norm_output else state, new_cache)
+            state_BSD = layer(state_BSD, embedding_BSD, rotary, attend_in(index))
+        return state_BSD
+
+    def layer_outputs(self, state_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The states for the head, and those EAGLE-3 carries on."""
+        normed_BSD = self.norm(state_BSD)
+        return normed_BSD, normed_BSD if self.config.norm_output else state_BSD
 
     def logits(self, normed_BSD: Tensor) -> Tensor:
         """Logits over the draft vocabulary; `to_target_ids` turns its ids into the target's."""

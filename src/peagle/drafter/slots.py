@@ -90,6 +90,24 @@ def serving_slots(
     return Slots(anchors, depths)
 
 
+def batch_serving_slots(
+    first_anchor_B: Tensor, num_anchors_B: Tensor, max_anchors: int, num_draft_tokens: int
+) -> Slots:
+    """`serving_slots` of many requests, of which each has 1 .. `max_anchors` new anchors; padded at the end of its row.
+
+    Shapes depend on the two numbers alone, so a step with these slots can be recorded in a graph.
+
+    >>> slots = batch_serving_slots(torch.tensor([3, 7]), torch.tensor([2, 1]), max_anchors=3, num_draft_tokens=3)
+    >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
+    ([[3, 4, 4, 4, 4], [7, 7, 7, 7, 7]], [[0, 0, 1, 2, -1], [0, 1, 2, -1, -1]])
+    """
+    column_S = torch.arange(max_anchors + num_draft_tokens - 1, device=first_anchor_B.device)
+    last_B1 = num_anchors_B[:, None] - 1
+    anchor_BS = first_anchor_B[:, None] + torch.minimum(column_S, last_B1)
+    depth_BS = (column_S - last_B1).clamp_min(0)
+    return Slots(anchor_BS, depth_BS.masked_fill(depth_BS >= num_draft_tokens, PADDING))
+
+
 def training_slots(num_depths_BT: Tensor, num_slots: int | None = None) -> Slots:
     """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a, ordered by depth, then anchor.
 
@@ -118,12 +136,17 @@ def visible(query: Slots, key: Slots) -> Tensor:
 
 
 def slot_inputs(
-    slots: Slots, token_ids_BT: Tensor, fused_BTD: Tensor, mask_token_id: int, fused_mask_D: Tensor, offset: int = 0
+    slots: Slots,
+    token_ids_BT: Tensor,
+    fused_BTD: Tensor,
+    mask_token_id: int,
+    fused_mask_D: Tensor,
+    offset: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor]:
     """What each slot reads: token ids [B, S] and fused aux states [B, S, D].
 
     Column t of `token_ids_BT` and `fused_BTD` holds x[offset + t] and the fused h[offset + t]; `offset` is the first
-    anchor of the slots when earlier ones are cached. Padding slots read placeholders.
+    anchor of the slots when earlier ones are cached, a number or [B, 1]. Padding slots read placeholders.
     """
     is_real_BS = slots.depth_BS == 0
     column_BS = (slots.anchor_BS - offset).clamp_min(0)

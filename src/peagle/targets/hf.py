@@ -107,8 +107,11 @@ class HFTarget:
     def forward(self, token_ids_BT: Tensor, cache: TargetCache | None = None) -> TargetOutput:
         with torch.no_grad():
             output = self.model(input_ids=token_ids_BT, past_key_values=cache, use_cache=cache is not None)
-            aux_hidden_BTA = torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
-        return TargetOutput(output.logits, aux_hidden_BTA)
+            return TargetOutput(output.logits, self.captured_aux())
+
+    def captured_aux(self) -> Tensor:
+        """The aux states of the model's last call, concatenated, [B, T, A]."""
+        return torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
 
     def top_two_gap(self, token_ids: list[int]) -> float:
         """How far the likeliest next token's logit is above the second's, after `token_ids`."""

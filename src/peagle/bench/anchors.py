@@ -1,0 +1,257 @@
+"""Baselines by transformers itself, on the same target, prompts and device: what a user has without peagle.
+
+    transformers eager                 generate over left-padded batches, no compilation
+    transformers static compiled       the same with a static cache and the compiled forward
+    transformers continuous batching   its own paged scheduler, as many requests in a batch as the concurrency
+
+Greedy, and only tokens up to each answer's end are counted, not the padding after it. A batch of `generate` returns
+all at once, so its time per output token is the batch's time over its longest answer, the prompt included, and it has
+no time to first token.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from peagle.bench.cells import Answer, Cell, CellResult
+from peagle.bench.offline import peak_memory, reason_of, reset_peak_memory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from peagle.targets.hf import HFTarget
+
+EAGER = "transformers eager"
+STATIC = "transformers static compiled"
+CONTINUOUS = "transformers continuous batching"
+
+FEW_REQUESTS = 8
+"""Enough at a small concurrency: eager decoding of a whole workload one by one would take most of a run."""
+WARMUP_TOKENS = 8
+STANDARD_ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+BLOCK_SIZE = 256
+"""tokens; what transformers calls a block is a page"""
+CPU_COMPILE: dict[str, Any] = {"backend": "inductor", "mode": "default"}
+"""what generate compiles its forward with on a CPU; its own default is for CUDA graphs"""
+MAX_BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
+"""prefill and decoding together; on a GPU its own default"""
+
+Timed = tuple[list[Answer], float]
+Batches = list[list[int]]
+
+
+def run_anchors(
+    target: "HFTarget",
+    prompts: Sequence[Sequence[int]],
+    concurrency: Sequence[int],
+    max_tokens: int,
+    results: list[CellResult],
+    *,
+    num_requests: Callable[[int], int],
+    on_cell: Callable[[CellResult], None] = lambda _: None,
+) -> None:
+    """Measure every anchor at every concurrency and append to `results`.
+
+    `num_requests` gives the requests by the concurrency; of many, a smaller number is run.
+    One that fails is recorded with its reason, and the others go on. The target is left as it was found: its
+    attention, its taps, and nothing compiled.
+    """
+    anchors = {EAGER: run_eager, STATIC: run_static, CONTINUOUS: run_continuous}
+    for method, run in anchors.items():
+        for places in sorted(concurrency):
+            result = CellResult(Cell(method, 0, places))
+            try:
+                with as_loaded(target):
+                    reset_peak_memory(target.device)
+                    batches = batches_of(len(prompts), places, min(num_requests(places), max(2 * places, FEW_REQUESTS)))
+                    result.answers, result.seconds = run(target, prompts, batches, max_tokens)
+                    result.memory_bytes = peak_memory(target.device)
+            except Exception as error:  # anything: another project's code on any model must not end our run
+                result.failure = reason_of(error)
+            results.append(result)
+            on_cell(result)
+
+
+def batches_of(num_prompts: int, concurrency: int, num_requests: int) -> Batches:
+    """Indices of prompts in turn, in whole batches: a last one of another size would be compiled anew."""
+    num_batches = -(-num_requests // concurrency)
+    return [
+        [(batch * concurrency + place) % num_prompts for place in range(concurrency)] for batch in range(num_batches)
+    ]
+
+
+@contextlib.contextmanager
+def as_loaded(target: "HFTarget") -> Iterator[None]:
+    """The target with an attention of transformers' own and without taps; both are put back afterwards."""
+    model = target.model
+    attention = model.config._attn_implementation
+    hooks = [(module, dict(module._forward_pre_hooks)) for module in model.modules() if module._forward_pre_hooks]
+    try:
+        for module, _ in hooks:
+            module._forward_pre_hooks.clear()
+        if attention not in STANDARD_ATTENTION:
+            model.set_attn_implementation("sdpa")
+        yield
+    finally:
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+        for module, kept in hooks:
+            module._forward_pre_hooks.update(kept)
+        _forget_compiled(model)
+
+
+def _forget_compiled(model: "nn.Module") -> None:
+    """Drop what generate keeps on the model between calls, and the compiled code, with their memory."""
+    import gc
+
+    import torch
+
+    has_compiled = "_compiled_call" in model.__dict__
+    for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length"):
+        model.__dict__.pop(name, None)
+    if has_compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_eager(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int) -> Timed:
+    return _generate(target, prompts, batches, max_tokens, {"disable_compile": True})
+
+
+def run_static(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int) -> Timed:
+    """With one cache length for all batches, so that nothing is compiled while the clock runs."""
+    options: dict[str, Any] = {
+        "cache_implementation": "static",
+        "max_cache_len": _longest(prompts, batches) + max_tokens,
+    }
+    if target.device.type == "cpu":
+        from transformers import CompileConfig
+
+        # Where it is not told to, generate leaves the forward uncompiled on a CPU.
+        options["compile_config"] = CompileConfig(**CPU_COMPILE)
+        options["compile_config"]._compile_all_devices = True
+    return _generate(target, prompts, batches, max_tokens, options)
+
+
+def _generate(
+    target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int, options: dict[str, Any]
+) -> Timed:
+    by_length = sorted({index for batch in batches for index in batch}, key=lambda index: -len(prompts[index]))
+    longest = [by_length[place % len(by_length)] for place in range(len(batches[0]))]
+    for _ in range(2):  # the second call finds a used cache, which a compiled forward may have to be made anew for
+        _generate_batch(target, prompts, longest, min(WARMUP_TOKENS, max_tokens), options)
+    answers: list[Answer] = []
+    started = time.perf_counter()
+    for batch in batches:
+        answers += _generate_batch(target, prompts, batch, max_tokens, options)
+    return answers, time.perf_counter() - started
+
+
+def _generate_batch(
+    target: "HFTarget", prompts: Sequence[Sequence[int]], batch: list[int], max_tokens: int, options: dict[str, Any]
+) -> list[Answer]:
+    started = time.perf_counter()
+    ids_BT, mask_BT = left_padded([prompts[index] for index in batch], pad_token_id(target))
+    ids_BT, mask_BT = ids_BT.to(target.device), mask_BT.to(target.device)
+    output_BT = target.model.generate(
+        ids_BT, attention_mask=mask_BT, generation_config=_generation_config(target, max_tokens, **options)
+    )
+    rows = [until_end(row, target.eos_token_ids) for row in output_BT[:, ids_BT.shape[1] :].tolist()]
+    per_token = (time.perf_counter() - started) / max(len(row) for row in rows)
+    return [Answer(index, row, None, per_token) for index, row in zip(batch, rows, strict=True)]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Token ids of a batch and their mask, all prompts ending in the last column."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def until_end(token_ids: Sequence[int], eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """The answer up to and including its end token: what follows in a batch is padding."""
+    end = next((index for index, token in enumerate(token_ids) if token in eos_token_ids), len(token_ids) - 1)
+    return tuple(token_ids[: end + 1])
+
+
+def pad_token_id(target: "HFTarget") -> int:
+    pad = getattr(target.tokenizer, "pad_token_id", None)
+    return int(pad) if pad is not None else min(target.eos_token_ids, default=0)
+
+
+def run_continuous(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int) -> Timed:
+    """All requests are handed over at once, and its scheduler takes up the next as one ends.
+
+    Prefixes are not shared, as in our own cells; a request starts when it is taken up, not when it was handed over.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    concurrency, order = len(batches[0]), [index for batch in batches for index in batch]
+    pages_each = -(-(_longest(prompts, batches) + max_tokens) // BLOCK_SIZE) + 1
+    config = ContinuousBatchingConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=concurrency * pages_each,
+        max_batch_tokens=MAX_BATCH_TOKENS[target.device.type],
+        max_requests_per_batch=concurrency,
+        allow_block_sharing=False,
+    )
+    # It keeps the end tokens in one setting for all requests; -1 is its word for none.
+    generation = _generation_config(target, max_tokens, eos_token_id=sorted(target.eos_token_ids) or -1)
+    with target.model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=config, timeout=30
+    ) as manager:
+        warm = [list(prompts[index])[::-1] for index in order[:concurrency]]
+        _finish_all(manager, manager.add_requests(warm, max_new_tokens=min(WARMUP_TOKENS, max_tokens)))
+        started = time.perf_counter()
+        requests = [list(prompts[index]) for index in order]
+        names = manager.add_requests(requests, max_new_tokens=max_tokens, record_timestamps=True)
+        outputs = _finish_all(manager, names)
+        seconds = time.perf_counter() - started
+    return [_answer(index, outputs[name]) for index, name in zip(order, names, strict=True)], seconds
+
+
+def _finish_all(manager: Any, names: list[str]) -> dict[str, Any]:
+    """Wait for all requests; one that fails, or a scheduler that dies, is an error."""
+    outputs: dict[str, Any] = {}
+    while len(outputs) < len(names):
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                fatal = manager.background_thread_status.fatal_error
+                raise RuntimeError(f"its thread ended early: {fatal}" if fatal else "its thread ended early")
+        elif result.error is not None:
+            raise RuntimeError(result.error)
+        elif result.is_finished():
+            outputs[result.request_id] = result
+    return outputs
+
+
+def _answer(index: int, output: Any) -> Answer:
+    tokens, times = tuple(output.generated_tokens), output.timestamps
+    if not times:
+        return Answer(index, tokens)
+    per_token = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+    return Answer(index, tokens, times[0] - output.lifespan[0], per_token)
+
+
+def _generation_config(target: "HFTarget", max_tokens: int, **options: Any) -> Any:
+    from transformers import GenerationConfig
+
+    settings = {
+        "max_new_tokens": max_tokens,
+        "do_sample": False,
+        "eos_token_id": sorted(target.eos_token_ids) or None,
+        "pad_token_id": pad_token_id(target),
+    }
+    return GenerationConfig(**(settings | options))
+
+
+def _longest(prompts: Sequence[Sequence[int]], batches: Batches) -> int:
+    return max(len(prompts[index]) for batch in batches for index in batch)

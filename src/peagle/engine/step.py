@@ -1,0 +1,373 @@
+"""The step on the device: verify, accept or recover, commit, draft, for all rows of a batch, without asking the host.
+
+A running request owns a row of `RowState`. One decode step takes the rows of a batch through
+
+    verify    the target runs [newest token, draft 1 .. draft K] of every row in one pass
+    accept    each row keeps its drafts while they are what the target wants, and one token more
+    commit    the row's length grows by what it kept; keys of rejected drafts are overwritten later
+    draft     the drafter reads the kept tokens with the target's states and proposes K more
+
+and leaves in the row what the next step needs, so that steps can follow each other without a look by the host. Plain
+decoding is the same with K = 0. Prefill runs chunks of several requests' texts, fills both memories, and ends, for a
+request's last chunk, where a decode step ends: with a newest token and drafts in the row.
+
+Everything is shaped by B and K alone, so each (B, K) is one CUDA graph.
+
+Where things are kept: token i of a text has its target key at index i of its pages. The drafter's entry that reads
+token i (anchor i - 1) is kept at index i of the same pages: what a page holds then depends on the tokens up to its end
+and not on the one after it, so that pages can be shared by requests that go on differently.
+
+Shapes: R rows, B requests of a batch, K draft tokens, L = K + 1, N tokens, C chunks, P pages a request, D drafter
+width, A concatenated aux width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.decoding.sampling import STREAM_DRAW
+from peagle.decoding.verify import keep_matches
+from peagle.drafter.model import Drafter
+from peagle.drafter.slots import PADDING, batch_serving_slots, slot_inputs
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, paged_attention
+from peagle.kernels.choose import choose_tokens
+from peagle.targets.paged import Compile, Memory, PagedTarget
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What the device knows of every row. The last row is nobody's: it pads batches."""
+
+    page_table: Tensor
+    """int32 [R, P]; the last column always holds the waste page, where whatever lies beyond the others goes"""
+    length: Tensor
+    """int64 [R]: tokens in the target's memory, which is the index of the newest token"""
+    tokens: Tensor
+    """int64 [R, L]: the newest token, then its drafts"""
+    max_draft: Tensor
+    """int64 [R]: draft tokens this request wants verified"""
+    seed: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_pages: int, num_draft_tokens: int, device: torch.device) -> "RowState":
+        """State for `num_rows` requests of at most `num_pages` pages."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
+
+        return cls(
+            page_table=zeros(torch.int32, num_pages + 1),
+            length=zeros(torch.int64),
+            tokens=zeros(torch.int64, num_draft_tokens + 1),
+            max_draft=zeros(torch.int64),
+            seed=zeros(torch.int64),
+            temperature=zeros(torch.float32),
+            top_k=zeros(torch.int32),
+            top_p=zeros(torch.float32) + 1,
+            min_p=zeros(torch.float32),
+        )
+
+    @property
+    def nobody(self) -> int:
+        return len(self.length) - 1
+
+    def num_bytes(self) -> int:
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+
+class Chunks(NamedTuple):
+    """Pieces of texts for one prefill pass, one after another in one long row of N tokens, padded to fixed shapes."""
+
+    token_ids_N: Tensor
+    next_ids_N: Tensor
+    """the token after each one; that after a text's last token is not known yet, and may be anything here"""
+    chunk_N: Tensor
+    """the chunk each token belongs to; padding belongs to the last chunk, which has no rows"""
+    row_C: Tensor
+    """the row of each chunk's request"""
+    first_token_C1: Tensor
+    """C + 1 entries: tokens of chunk c are first_token[c] .. first_token[c + 1] - 1"""
+    start_C: Tensor
+    """index in its text of each chunk's first token"""
+    first_write_C: Tensor
+    """tokens of a lower index have their keys in a shared page already"""
+    is_last_C: Tensor
+    """whether the chunk ends its text, so that a token is to be chosen after it"""
+
+
+class Decoded(NamedTuple):
+    """What a pass emits: for each request a count and the tokens wanted, of which so many are emitted."""
+
+    emitted_BL1: Tensor
+    logits_NV: Tensor
+    """what the target said, N = B * L rows for a decode step, one a chunk for a prefill"""
+
+
+class Step:
+    """Target, drafter and their memories, and the passes over them. All state is on the device.
+
+    `compile` is applied to what lies between the layers, which is many small operations.
+    """
+
+    def __init__(
+        self,
+        target: PagedTarget,
+        drafter: Drafter | None,
+        num_draft_tokens: int,
+        state: RowState,
+        target_memory: Memory,
+        drafter_memory: Memory,
+        max_position: int,
+        compile: Compile | None = None,
+    ) -> None:
+        self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
+        self.state, self.target_memory, self.drafter_memory = state, target_memory, drafter_memory
+        self.page_size = target_memory[0][0].shape[1]
+        self.max_position = max_position
+        compile = compile or (lambda function: function)
+        self._lay_out, self._accept = compile(self._lay_out), compile(self._accept)  # type: ignore[method-assign]
+        self._lay_out_chunks, self._start = compile(self._lay_out_chunks), compile(self._start)  # type: ignore[method-assign]
+        if drafter is not None:
+            self._fuse, self._likeliest = compile(drafter.fuse), compile(self._likeliest)  # type: ignore[method-assign]
+            self._lay_out_slots = compile(self._lay_out_slots)  # type: ignore[method-assign]
+            self._lay_out_anchors = compile(self._lay_out_anchors)  # type: ignore[method-assign]
+            with torch.no_grad():
+                mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
+                self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
+
+    # A decode step ----------------------------------------------------------------------------------------------------
+
+    def decode(self, rows_B: Tensor) -> Decoded:
+        """One step of the given rows."""
+        token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
+        logits_NV, aux_NA = self.target.forward(token_ids_N, position_N, self.target_memory, paged_rows, None)
+        emitted_BL1, known_BL1, next_B1, num_accepted_B = self._accept(rows_B, token_ids_N, logits_NV)
+        if self.drafter is None:
+            self.state.tokens.index_copy_(0, rows_B, next_B1)
+        else:
+            fused_BLD = self._fuse(aux_NA).unflatten(0, (-1, self.num_draft_tokens + 1))
+            drafts_BK = self._draft(
+                paged_rows.page_table_BP, paged_rows.context_B, num_accepted_B + 1, known_BL1, fused_BLD
+            )
+            self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
+        return Decoded(emitted_BL1, logits_NV)
+
+    def _lay_out(self, rows_B: Tensor) -> tuple[Tensor, Tensor, PagedRows]:
+        """The tokens that verify runs, newest and drafts of every row, their positions, and where they stand."""
+        state, num_rows = self.state, self.num_draft_tokens + 1
+        length_B = state.length[rows_B]
+        index_BL = length_B[:, None] + torch.arange(num_rows, device=rows_B.device)
+        paged_rows = self._paged_rows(state.page_table[rows_B], length_B, index_BL)
+        return state.tokens[rows_B].flatten(), index_BL.flatten().clamp_max(self.max_position), paged_rows
+
+    def _accept(self, rows_B: Tensor, token_ids_N: Tensor, logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Decide and commit: what is emitted [B, L + 1], the text from the old newest token on [B, L + 1], the new
+        newest token [B, 1], and how many drafts were accepted [B]."""
+        state = self.state
+        length_B = state.length[rows_B]
+        tokens_BL = token_ids_N.view(len(rows_B), -1)
+        wanted_BL = self._choose(logits_NV, rows_B, length_B + 1)
+        num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], state.max_draft[rows_B])
+        # The row that is nobody's must not grow: it stands in several places of a batch, and its text is all waste.
+        new_length_B = (length_B + num_accepted_B + 1).masked_fill(rows_B == state.nobody, 0)
+        state.length.index_copy_(0, rows_B, new_length_B)
+        emitted_BL1 = torch.cat([num_accepted_B[:, None] + 1, wanted_BL], dim=1)
+        known_BL1 = torch.cat([tokens_BL[:, :1], wanted_BL], dim=1)
+        return emitted_BL1, known_BL1, next_B[:, None], num_accepted_B
+
+    def _choose(self, logits_NV: Tensor, rows_B: Tensor, position_B: Tensor) -> Tensor:
+        """What the target wants from `position_B` on, by each row's own settings, [B, L]."""
+        state = self.state
+        chosen_N = choose_tokens(
+            logits_NV,
+            state.temperature[rows_B],
+            state.top_k[rows_B],
+            state.top_p[rows_B],
+            state.min_p[rows_B],
+            state.seed[rows_B],
+            position_B,
+            STREAM_DRAW,
+        )
+        return chosen_N.view(len(rows_B), -1)
+
+    # Prefill ----------------------------------------------------------------------------------------------------------
+
+    def prefill(self, chunks: Chunks) -> Decoded:
+        """Run pieces of texts. Each emits one token, which means something where the chunk is its text's last."""
+        index_N, position_N, end_C, last_C, paged_rows = self._lay_out_chunks(chunks)
+        logits_CV, aux_NA = self.target.forward(chunks.token_ids_N, position_N, self.target_memory, paged_rows, last_C)
+        rows_C, next_C1, emitted_C2 = self._start(chunks, end_C, logits_CV)
+        if self.drafter is None:
+            self.state.tokens.index_copy_(0, rows_C, next_C1)
+            return Decoded(emitted_C2, logits_CV)
+        fused_ND = self._fuse(aux_NA)
+        anchor_rows, embedding_1ND, rotary = self._lay_out_anchors(chunks, index_N, position_N, end_C, fused_ND)
+        self.drafter.run_layers(fused_ND[None], embedding_1ND, rotary, self._pages_of(anchor_rows))
+        drafts_CK = self._draft(
+            paged_rows.page_table_BP,
+            end_C - 1,
+            torch.ones_like(end_C),
+            next_C1.expand(-1, 2),
+            fused_ND[last_C][:, None],
+        )
+        self.state.tokens.index_copy_(0, rows_C, torch.cat([next_C1, drafts_CK], dim=1))
+        return Decoded(emitted_C2, logits_CV)
+
+    def _lay_out_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, PagedRows]:
+        """Index and position of every token, the length of each text so far, its last token, and where all stand."""
+        table_CP = self.state.page_table[chunks.row_C]
+        offset_N = torch.arange(len(chunks.token_ids_N), device=chunks.row_C.device)
+        index_N = chunks.start_C[chunks.chunk_N] + offset_N - chunks.first_token_C1[chunks.chunk_N]
+        cell_N = self._cells(table_CP[chunks.chunk_N], index_N[:, None]).flatten()
+        is_shared_N = index_N < chunks.first_write_C[chunks.chunk_N]
+        paged_rows = PagedRows(
+            table_CP,
+            chunks.first_token_C1,
+            chunks.start_C,
+            cell_N.masked_fill(is_shared_N, WASTE_PAGE),
+            index_N.new_empty(len(index_N), 0),
+        )
+        end_C = chunks.start_C + chunks.first_token_C1.diff()
+        last_C = (chunks.first_token_C1[1:] - 1).clamp_min(0)
+        return index_N, index_N.clamp_max(self.max_position), end_C, last_C, paged_rows
+
+    def _start(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose the token after each chunk and commit it where the chunk is its text's last: rows, tokens, emitted."""
+        state = self.state
+        next_C1 = self._choose(logits_CV, chunks.row_C, end_C)
+        # A chunk that is not its text's last leaves no trace in the row.
+        rows_C = chunks.row_C.masked_fill(~chunks.is_last_C, state.nobody)
+        state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.nobody, 0))
+        return rows_C, next_C1, torch.cat([torch.ones_like(next_C1), next_C1], dim=1)
+
+    def _lay_out_anchors(
+        self, chunks: Chunks, index_N: Tensor, position_N: Tensor, end_C: Tensor, fused_ND: Tensor
+    ) -> tuple[PagedRows, Tensor, tuple[Tensor, Tensor]]:
+        """Depth-0 slots of all the chunks' anchors: where they stand and what the drafter's layers read.
+
+        The anchor at a text's last token is left to `_draft`, because the token after it has just been chosen.
+        """
+        assert self.drafter is not None, "only called with one"
+        table_CP = self.state.page_table[chunks.row_C]
+        is_open_N = chunks.is_last_C[chunks.chunk_N] & (index_N == end_C[chunks.chunk_N] - 1)
+        is_shared_N = index_N + 1 < chunks.first_write_C[chunks.chunk_N]
+        cell_N = self._cells(table_CP[chunks.chunk_N], index_N[:, None] + 1).flatten()
+        cell_N = cell_N.masked_fill(is_open_N | is_shared_N, WASTE_PAGE)
+        span_L0 = index_N.new_empty(len(index_N), 0)
+        paged_rows = PagedRows(table_CP, chunks.first_token_C1, chunks.start_C + 1, cell_N, span_L0)
+        return paged_rows, *self.drafter.layer_inputs(chunks.next_ids_N[None], fused_ND[None], position_N[None])
+
+    # Drafting ---------------------------------------------------------------------------------------------------------
+
+    def _draft(
+        self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
+    ) -> Tensor:
+        """Read the newly known anchors and draft, [B, K].
+
+        Column t of `token_ids_BT` and `fused_BTD` belongs to index first_anchor + t, as for `slot_inputs`.
+        """
+        assert self.drafter is not None, "drafts come from a drafter"
+        depths = self.num_draft_tokens if self.drafter.config.parallel else 1
+        paged_rows, fused_1ND, embedding_1ND, rotary = self._lay_out_slots(
+            table_BP, first_anchor_B, num_anchors_B, token_ids_BT, fused_BTD, depths
+        )
+        state_1ND = self.drafter.run_layers(fused_1ND, embedding_1ND, rotary, self._pages_of(paged_rows))
+        drafts_BK, carried_BKD = self._likeliest(state_1ND, num_anchors_B, depths)
+        drafts = [drafts_BK]
+        for depth in range(depths, self.num_draft_tokens):
+            # EAGLE-3: the drafter's own token and state take the place of the target's.
+            anchor_B = first_anchor_B + num_anchors_B - 1 + depth
+            one_B = torch.ones_like(anchor_B)
+            paged_rows, fused_1ND, embedding_1ND, rotary = self._lay_out_slots(
+                table_BP, anchor_B, one_B, drafts[-1].expand(-1, 2), carried_BKD, 1
+            )
+            state_1ND = self.drafter.run_layers(fused_1ND, embedding_1ND, rotary, self._pages_of(paged_rows))
+            next_B1, carried_BKD = self._likeliest(state_1ND, one_B, 1)
+            drafts.append(next_B1)
+        return torch.cat(drafts, dim=1)
+
+    def _lay_out_slots(
+        self,
+        table_BP: Tensor,
+        first_anchor_B: Tensor,
+        num_anchors_B: Tensor,
+        token_ids_BT: Tensor,
+        fused_BTD: Tensor,
+        num_depths: int,
+    ) -> tuple[PagedRows, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """The slots of one drafter pass: where they stand and what the layers read."""
+        assert self.drafter is not None, "only called with one"
+        slots = batch_serving_slots(first_anchor_B, num_anchors_B, fused_BTD.shape[1], num_depths)
+        fused_mask_D = self.fused_mask_D if self.drafter.config.parallel else fused_BTD[0, 0]
+        token_ids_BS, fused_BSD = slot_inputs(
+            slots,
+            token_ids_BT,
+            fused_BTD,
+            self.drafter.config.mask_token_id or 0,
+            fused_mask_D,
+            first_anchor_B[:, None],
+        )
+        paged_rows = self._paged_rows(table_BP, first_anchor_B + 1, slots.position_BS + 1, slots.depth_BS == PADDING)
+        fused_1ND = fused_BSD.flatten(0, 1)[None]
+        position_1N = slots.position_BS.reshape(1, -1).clamp_max(self.max_position)
+        return paged_rows, fused_1ND, *self.drafter.layer_inputs(token_ids_BS.reshape(1, -1), fused_1ND, position_1N)
+
+    def _likeliest(self, state_1ND: Tensor, num_anchors_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
+        """Draft tokens of each request's last anchor, and the states they came from."""
+        assert self.drafter is not None, "only called with one"
+        state_BSD = state_1ND[0].unflatten(0, (len(num_anchors_B), -1))
+        columns_BK = num_anchors_B[:, None] - 1 + torch.arange(num_depths, device=state_BSD.device)
+        taken_BKD = state_BSD.gather(1, columns_BK[..., None].expand(-1, -1, state_BSD.shape[-1]))
+        normed_BKD, carried_BKD = self.drafter.layer_outputs(taken_BKD)
+        return self.drafter.to_target_ids(self.drafter.logits(normed_BKD).argmax(-1)), carried_BKD
+
+    def _pages_of(self, rows: PagedRows) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """Attention of each drafter layer over its pages."""
+        return lambda index: partial(_attend_pages, *self.drafter_memory[index], rows)
+
+    # Pages ------------------------------------------------------------------------------------------------------------
+
+    def _paged_rows(
+        self, table_BP: Tensor, context_B: Tensor, index_BS: Tensor, is_padding_BS: Tensor | None = None
+    ) -> PagedRows:
+        num_requests, num_rows = index_BS.shape
+        first_row_B1 = torch.arange(num_requests + 1, device=index_BS.device) * num_rows
+        cell_BS = self._cells(table_BP, index_BS)
+        if is_padding_BS is not None:
+            cell_BS = cell_BS.masked_fill(is_padding_BS, WASTE_PAGE)
+        return PagedRows(table_BP, first_row_B1, context_B, cell_BS.flatten(), index_BS.new_empty(num_rows, 0))
+
+    def _cells(self, table_BP: Tensor, index_BS: Tensor) -> Tensor:
+        """Where index i of each request is kept: in its page, or in the waste page where it has none."""
+        column_BS = (index_BS // self.page_size).clamp_max(table_BP.shape[1] - 1)
+        return table_BP.gather(1, column_BS).to(torch.int64) * self.page_size + index_BS % self.page_size
+
+
+def _attend_pages(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PagedRows,
+    query_1HNE: Tensor,
+    key_1GNE: Tensor,
+    value_1GNE: Tensor,
+) -> Tensor:
+    """Attention of a drafter layer. Index 0 of its pages is empty: no slot reads a text's first token."""
+    attended_NHE = paged_attention(
+        query_1HNE[0].transpose(0, 1),
+        key_1GNE[0].transpose(0, 1),
+        value_1GNE[0].transpose(0, 1),
+        key_pages,
+        value_pages,
+        rows,
+        scale=query_1HNE.shape[-1] ** -0.5,
+        first_key=1,
+    )
+    return attended_NHE.transpose(0, 1)[None]

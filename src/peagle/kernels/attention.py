@@ -1,0 +1,168 @@
+"""Attention over paged keys and values: one signature, a plain PyTorch implementation, and a Triton one on GPUs.
+
+Keys and values live in pages. A batch brings a few new rows for each of its requests; one call stores their keys and
+values in the pages and lets every row attend to its request's text. Two requests, pages of four, page 0 for waste:
+
+    request 0   6 keys in pages 2 and 5, brings 2 rows      row 0 has index 6, row 1 index 7
+    request 1   3 keys in page 4, brings 1 row              row 2 has index 3
+
+>>> rows = PagedRows(
+...     page_table_BP=torch.tensor([[2, 5], [4, 0]]), first_row_B1=torch.tensor([0, 2, 3]),
+...     context_B=torch.tensor([6, 3]), cell_N=torch.tensor([5 * 4 + 2, 5 * 4 + 3, 4 * 4 + 3]),
+...     span_L0=torch.empty(2, 0))
+>>> visible_indexes(rows, request=0, window=0).int().tolist()
+[[1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
+>>> visible_indexes(rows, request=0, window=4).int().tolist()
+[[0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1, 1]]
+
+A row that must leave no trace (padding, or a token whose key is in a shared page already) is given a cell of page 0,
+the waste page, which belongs to no request.
+
+Shapes: N rows, B requests, H query heads, G key-value heads (H a multiple of G), E head width, P pages a request,
+L rows a request.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+WASTE_PAGE = 0
+
+
+class PagedRows(NamedTuple):
+    """Where the new rows of a batch stand. All tensors are integer and on the device of the pages."""
+
+    page_table_BP: Tensor
+    """page ids of each request in the order of its text, padded with the waste page"""
+    first_row_B1: Tensor
+    """B + 1 entries: the rows of request b are first_row[b] .. first_row[b + 1] - 1; there may be none"""
+    context_B: Tensor
+    """keys of each request that come before its first new row, which has this index"""
+    cell_N: Tensor
+    """page * page_size + offset at which each row's own key and value are kept"""
+    span_L0: Tensor
+    """empty; no request brings more rows than its length L, which as a shape is a variable to a compiler"""
+    tree_BLL: Tensor | None = None
+    """bool: whether new row i of a request sees its new row j; None is causal. Its own diagonal must be set."""
+
+
+def paged_attention(
+    query_NHE: Tensor,
+    key_NGE: Tensor,
+    value_NGE: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+    first_key: int = 0,
+) -> Tensor:
+    """Keep the rows' keys and values in the pages [pages, page_size, G, E] and return what they attend to, [N, H, E].
+
+    A row of index i sees the indexes `first_key` .. i, of these only the last `window` where that is not 0, and of
+    the new rows only those its tree allows. `softcap` bounds the scores by softcap * tanh(score / softcap); `sinks_H`
+    are scores, one a head, that take part in the softmax and carry no value.
+    """
+    settings = (float(scale), int(window), float(softcap), sinks_H, int(first_key))
+    tensors = (query_NHE, key_NGE, value_NGE, key_pages, value_pages)
+    if query_NHE.is_cuda:
+        # Imported where it is needed: the package must work where triton is not installed.
+        from peagle.kernels.attention_triton import paged_attention_triton
+
+        return paged_attention_triton(*tensors, rows, *settings)
+    return paged_attention_torch(*tensors, rows, *settings)
+
+
+def paged_attention_torch(
+    query_NHE: Tensor,
+    key_NGE: Tensor,
+    value_NGE: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_H: Tensor | None,
+    first_key: int,
+) -> Tensor:
+    """The oracle, and what runs on a CPU: a loop over requests."""
+    key_pages.flatten(0, 1)[rows.cell_N] = key_NGE
+    value_pages.flatten(0, 1)[rows.cell_N] = value_NGE
+    num_groups, width = key_NGE.shape[1:]
+    attended_NHE = torch.zeros_like(query_NHE)
+    bounds, contexts = rows.first_row_B1.tolist(), rows.context_B.tolist()
+    for request, context in enumerate(contexts):
+        first, end = bounds[request], bounds[request + 1]
+        num_rows = end - first
+        if num_rows == 0:
+            continue
+        num_keys = context + num_rows
+        key_GTE, value_GTE = (
+            _gather(pages, rows.page_table_BP[request], num_keys).transpose(0, 1) for pages in (key_pages, value_pages)
+        )
+        # Heads that share keys become further rows of one head, so nothing is repeated.
+        query_GME = query_NHE[first:end].view(num_rows, num_groups, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
+        group_size = query_GME.shape[1] // num_rows
+        mask_MT = None
+        if num_rows > 1 or window or first_key:
+            mask_MT = visible_indexes(rows, request, window, first_key).repeat(group_size, 1)
+        attended_GME = _attend(query_GME, key_GTE, value_GTE, mask_MT, scale, softcap, sinks_H, num_rows)
+        attended_NHE[first:end] = attended_GME.unflatten(1, (group_size, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+    return attended_NHE
+
+
+def _gather(pages: Tensor, page_ids_P: Tensor, num_keys: int) -> Tensor:
+    """The first `num_keys` entries of a request, [T, G, E]: a view where its pages lie one after another."""
+    page_size = pages.shape[1]
+    ids = page_ids_P[: -(-num_keys // page_size)].tolist()
+    if ids[-1] - ids[0] == len(ids) - 1 and all(later - earlier == 1 for earlier, later in zip(ids, ids[1:])):  # noqa: B905, RUF007
+        return pages[ids[0] : ids[-1] + 1].flatten(0, 1)[:num_keys]
+    return pages[torch.tensor(ids, device=pages.device)].flatten(0, 1)[:num_keys]
+
+
+def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int = 0) -> Tensor:
+    """Whether each new row of a request sees each index of its text, bool [rows, keys]."""
+    num_rows = int(rows.first_row_B1[request + 1] - rows.first_row_B1[request])
+    context = int(rows.context_B[request])
+    device = rows.context_B.device
+    key_T = torch.arange(context + num_rows, device=device)
+    own_M1 = torch.arange(context, context + num_rows, device=device)[:, None]
+    visible_MT = (key_T <= own_M1) & (key_T >= first_key)
+    if window:
+        visible_MT &= key_T > own_M1 - window
+    if rows.tree_BLL is not None:
+        visible_MT[:, context:] &= rows.tree_BLL[request, :num_rows, :num_rows]
+    return visible_MT
+
+
+def _attend(
+    query_GME: Tensor,
+    key_GTE: Tensor,
+    value_GTE: Tensor,
+    mask_MT: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks_H: Tensor | None,
+    num_rows: int,
+) -> Tensor:
+    if not softcap and sinks_H is None:
+        attended_1GME = functional.scaled_dot_product_attention(
+            query_GME[None], key_GTE[None], value_GTE[None], attn_mask=mask_MT, scale=scale
+        )
+        return attended_1GME[0]
+    scores_GMT = (query_GME @ key_GTE.transpose(1, 2)).float() * scale
+    if softcap:
+        scores_GMT = softcap * torch.tanh(scores_GMT / softcap)
+    if mask_MT is not None:
+        scores_GMT = scores_GMT.masked_fill(~mask_MT, float("-inf"))
+    if sinks_H is not None:
+        sinks_GM1 = sinks_H.float().view(len(key_GTE), -1, 1).expand(-1, -1, num_rows).flatten(1)[..., None]
+        scores_GMT = torch.cat([scores_GMT, sinks_GM1], dim=-1)
+    weights_GMT = torch.softmax(scores_GMT, dim=-1)[..., : key_GTE.shape[1]]
+    return (weights_GMT.to(value_GTE.dtype)) @ value_GTE

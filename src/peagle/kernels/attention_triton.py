@@ -1,0 +1,459 @@
+"""Paged attention for GPUs, one launch: store the new keys and values, attend, and combine the splits.
+
+A program takes one key-value head of one request, a tile of its rows times the query heads that share the head, and
+one split of the cached keys. The new rows' keys are read from the projections, not from the pages, so no program waits
+for another's store. Where several splits have work, each leaves its partial result in scratch memory, and the last one
+to arrive, told by a counter, combines them: a second launch would cost more than the work it does.
+
+The number of splits is fixed when the call is recorded in a graph; how much each takes follows the text's length on
+the device, so one graph serves all lengths.
+
+Shapes as in `attention.py`, and M rows of a tile.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from peagle.kernels.attention import PagedRows
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
+# programs than this were each slower or no faster.
+KEYS_A_STEP = 64
+PROGRAMS_A_PROCESSOR = 2
+MOST_SPLITS = 32
+COUNTERS = 1 << 16
+
+
+def paged_attention_triton(
+    query_NHE: Tensor,
+    key_NGE: Tensor,
+    value_NGE: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks_H: Tensor | None,
+    first_key: int,
+) -> Tensor:
+    return _paged_attention(
+        query_NHE,
+        key_NGE,
+        value_NGE,
+        key_pages,
+        value_pages,
+        rows.page_table_BP,
+        rows.first_row_B1,
+        rows.context_B,
+        rows.cell_N,
+        rows.span_L0,
+        rows.tree_BLL,
+        scale,
+        window,
+        softcap,
+        sinks_H,
+        first_key,
+    )
+
+
+@torch.library.custom_op("peagle::paged_attention", mutates_args=("key_pages", "value_pages"))
+def _paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    first_row: Tensor,
+    context: Tensor,
+    cell: Tensor,
+    span: Tensor,
+    tree: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    first_key: int,
+) -> Tensor:
+    num_rows, num_heads, width = query.shape
+    num_groups = key.shape[1]
+    num_requests, max_rows = len(context), len(span)
+    attended = torch.empty((num_rows, num_heads, width), dtype=query.dtype, device=query.device)
+    if num_rows == 0:
+        return attended
+    tile = min(max(16, triton.next_power_of_2(max_rows * (num_heads // num_groups))), 64)
+    num_tiles = triton.cdiv(max_rows * (num_heads // num_groups), tile)
+    num_programs = num_tiles * num_requests * num_groups
+    num_splits = 1
+    if num_tiles == 1:
+        wanted = PROGRAMS_A_PROCESSOR * _num_processors(query.device) // num_programs
+        num_splits = max(1, min(MOST_SPLITS, wanted, COUNTERS // num_programs))
+    padded_width = max(16, triton.next_power_of_2(width))
+    step = KEYS_A_STEP if padded_width <= 128 else KEYS_A_STEP // 2
+    partial = torch.empty(
+        (num_programs * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
+        dtype=torch.float32,
+        device=query.device,
+    )
+    _attend[(num_tiles, num_requests * num_groups, num_splits)](
+        query,
+        key,
+        value,
+        key_pages,
+        value_pages,
+        page_table,
+        first_row,
+        context,
+        cell,
+        tree if tree is not None else context,
+        sinks if sinks is not None else context,
+        attended,
+        partial,
+        _counters(query.device),
+        scale,
+        softcap,
+        window,
+        first_key,
+        page_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_pages.stride(1),
+        key_pages.stride(2),
+        tree.stride(0) if tree is not None else 0,
+        tree.stride(1) if tree is not None else 0,
+        num_groups=num_groups,
+        group_size=num_heads // num_groups,
+        width=width,
+        padded_width=padded_width,
+        page_size=key_pages.shape[1],
+        tile=tile,
+        step=step,
+        new_step=max(16, min(triton.next_power_of_2(max_rows), step)),
+        num_splits=num_splits,
+        has_tree=tree is not None,
+        has_sinks=sinks is not None,
+        has_softcap=softcap != 0,
+        precision="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=2,
+    )
+    return attended
+
+
+@_paged_attention.register_fake
+def _(query: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros. Each call leaves them zero again, so all calls on a stream share them."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _fold(scores, values, high, mass, attended, precision: tl.constexpr):
+    """One step of the running softmax: `scores` [M, T] and `values` [T, E] join what was seen so far."""
+    new_high = tl.maximum(high, tl.max(scores, 1))
+    # A row that has seen nothing yet has high = -inf; 0 in its place keeps exp(-inf - -inf) out.
+    safe_high = tl.where(new_high == float("-inf"), 0.0, new_high)
+    weights = tl.exp(scores - safe_high[:, None])
+    fade = tl.exp(high - safe_high)
+    mass = mass * fade + tl.sum(weights, 1)
+    attended = attended * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=precision)
+    return new_high, mass, attended
+
+
+@triton.jit
+def _score(query, keys, scale, softcap, has_softcap: tl.constexpr, precision: tl.constexpr):
+    scores = tl.dot(query, keys, input_precision=precision) * scale
+    if has_softcap:
+        scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)  # softcap * tanh(scores / softcap)
+    return scores
+
+
+@triton.jit
+def _combine(
+    partial_ptr,
+    counter_ptr,
+    team,
+    split,
+    num_active,
+    high,
+    mass,
+    attended,
+    num_splits: tl.constexpr,
+    tile: tl.constexpr,
+    padded_width: tl.constexpr,
+):
+    """Leave this split's result with the others'. For the last to arrive: the result of all, and True."""
+    lane, column = tl.arange(0, tile), tl.arange(0, padded_width)
+    slice_size: tl.constexpr = tile * (padded_width + 2)
+    mine = partial_ptr + (team * num_splits + split) * slice_size
+    tl.store(mine + lane[:, None] * padded_width + column[None, :], attended)
+    tl.store(mine + tile * padded_width + lane, high)
+    tl.store(mine + tile * padded_width + tile + lane, mass)
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    is_last = tl.atomic_add(counter_ptr + team, 1, sem="acq_rel") == num_active - 1
+    if is_last:
+        tl.debug_barrier()
+        high = tl.full([tile], float("-inf"), tl.float32)
+        mass = tl.zeros([tile], tl.float32)
+        attended = tl.zeros([tile, padded_width], tl.float32)
+        for other in range(num_active):
+            theirs = partial_ptr + (team * num_splits + other) * slice_size
+            their_attended = tl.load(theirs + lane[:, None] * padded_width + column[None, :])
+            their_high = tl.load(theirs + tile * padded_width + lane)
+            their_mass = tl.load(theirs + tile * padded_width + tile + lane)
+            new_high = tl.maximum(high, their_high)
+            safe_high = tl.where(new_high == float("-inf"), 0.0, new_high)
+            fade, their_fade = tl.exp(high - safe_high), tl.exp(their_high - safe_high)
+            mass = mass * fade + their_mass * their_fade
+            attended = attended * fade[:, None] + their_attended * their_fade[:, None]
+            high = new_high
+        tl.store(counter_ptr + team, 0)
+    return high, mass, attended, is_last
+
+
+@triton.jit
+def _share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr):
+    """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always)."""
+    start = tl.minimum(lowest, context) // step * step
+    num_steps = tl.maximum(tl.cdiv(context - start, step), 1)
+    steps_a_split = tl.cdiv(num_steps, num_splits)
+    begin = start + split * steps_a_split * step
+    return begin, tl.minimum(begin + steps_a_split * step, context), tl.cdiv(num_steps, steps_a_split)
+
+
+@triton.jit
+def _add_sinks(sinks, high, mass, attended):
+    new_high = tl.maximum(high, sinks.to(tl.float32))
+    fade = tl.exp(high - new_high)
+    return mass * fade + tl.exp(sinks.to(tl.float32) - new_high), attended * fade[:, None]
+
+
+@triton.jit
+def _attend_cached(
+    query,
+    key_pages_ptr,
+    value_pages_ptr,
+    table_ptr,
+    begin,
+    end,
+    lowest,
+    scale,
+    softcap,
+    cell_stride,
+    tile: tl.constexpr,
+    width: tl.constexpr,
+    padded_width: tl.constexpr,
+    page_size: tl.constexpr,
+    step: tl.constexpr,
+    has_softcap: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """The running softmax over indexes begin .. end - 1 of the pages. Every one of them comes before every row."""
+    high = tl.full([tile], float("-inf"), tl.float32)
+    mass = tl.zeros([tile], tl.float32)
+    attended = tl.zeros([tile, padded_width], tl.float32)
+    column = tl.arange(0, padded_width)
+    is_column = column < width
+    for position in range(begin, end, step):
+        index = position + tl.arange(0, step)
+        is_key = index < end
+        page = tl.load(table_ptr + index // page_size, mask=is_key, other=0).to(tl.int64)
+        place = (page * page_size + index % page_size) * cell_stride
+        keys = tl.load(
+            key_pages_ptr + place[None, :] + column[:, None], mask=is_key[None, :] & is_column[:, None], other=0.0
+        )
+        values = tl.load(
+            value_pages_ptr + place[:, None] + column[None, :], mask=is_key[:, None] & is_column[None, :], other=0.0
+        )
+        scores = _score(query, keys, scale, softcap, has_softcap, precision)
+        scores = tl.where(is_key[None, :] & (index[None, :] >= lowest[:, None]), scores, float("-inf"))
+        high, mass, attended = _fold(scores, values, high, mass, attended, precision)
+    return high, mass, attended
+
+
+@triton.jit
+def _attend_new(
+    query,
+    key_ptr,
+    value_ptr,
+    key_pages_ptr,
+    value_pages_ptr,
+    cell_ptr,
+    tree_ptr,
+    first_kept,
+    end_kept,
+    end,
+    context,
+    row,
+    lowest,
+    num_rows,
+    scale,
+    softcap,
+    key_row_stride,
+    value_row_stride,
+    cell_stride,
+    tree_row_stride,
+    high,
+    mass,
+    attended,
+    width: tl.constexpr,
+    padded_width: tl.constexpr,
+    step: tl.constexpr,
+    has_tree: tl.constexpr,
+    has_softcap: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Go on with new rows 0 .. end - 1 of the request, and keep the keys and values of first_kept .. end_kept - 1."""
+    column = tl.arange(0, padded_width)
+    is_column = column < width
+    for position in range(0, end, step):
+        index = position + tl.arange(0, step)
+        is_key = index < num_rows
+        keys = tl.load(
+            key_ptr + index[None, :] * key_row_stride + column[:, None],
+            mask=is_key[None, :] & is_column[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            value_ptr + index[:, None] * value_row_stride + column[None, :],
+            mask=is_key[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        is_kept = is_key & (index >= first_kept) & (index < end_kept)
+        place = tl.load(cell_ptr + index, mask=is_kept, other=0).to(tl.int64) * cell_stride
+        tl.store(key_pages_ptr + place[None, :] + column[:, None], keys, mask=is_kept[None, :] & is_column[:, None])
+        tl.store(value_pages_ptr + place[:, None] + column[None, :], values, mask=is_kept[:, None] & is_column[None, :])
+        scores = _score(query, keys, scale, softcap, has_softcap, precision)
+        is_seen = is_key[None, :] & (index[None, :] <= row[:, None]) & ((context + index)[None, :] >= lowest[:, None])
+        if has_tree:
+            allowed = tl.load(
+                tree_ptr + row[:, None] * tree_row_stride + index[None, :],
+                mask=(row < num_rows)[:, None] & is_key[None, :],
+                other=0,
+            )
+            is_seen = is_seen & (allowed != 0)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        high, mass, attended = _fold(scores, values, high, mass, attended, precision)
+    return high, mass, attended
+
+
+@triton.jit
+def _attend(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    key_pages_ptr,
+    value_pages_ptr,
+    page_table_ptr,
+    first_row_ptr,
+    context_ptr,
+    cell_ptr,
+    tree_ptr,
+    sinks_ptr,
+    attended_ptr,
+    partial_ptr,
+    counter_ptr,
+    scale,
+    softcap,
+    window,
+    first_key,
+    table_stride,
+    query_row_stride,
+    query_head_stride,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    cell_stride,
+    page_head_stride,
+    tree_request_stride,
+    tree_row_stride,
+    num_groups: tl.constexpr,
+    group_size: tl.constexpr,
+    width: tl.constexpr,
+    padded_width: tl.constexpr,
+    page_size: tl.constexpr,
+    tile: tl.constexpr,
+    step: tl.constexpr,
+    new_step: tl.constexpr,
+    num_splits: tl.constexpr,
+    has_tree: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_softcap: tl.constexpr,
+    precision: tl.constexpr,
+):
+    tile_index, request, group = tl.program_id(0), tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
+    split = tl.program_id(2)
+    first = tl.load(first_row_ptr + request).to(tl.int64)
+    num_rows = (tl.load(first_row_ptr + request + 1) - first).to(tl.int32)
+    context = tl.load(context_ptr + request).to(tl.int32)
+    first_of_tile = tile_index * tile // group_size
+    if first_of_tile >= num_rows:
+        return
+    lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_of_tile - window + 1), first_key)
+    begin, end, num_active = _share(lowest_of_tile, context, split, step, num_splits)
+    if split >= num_active:
+        return
+
+    entry = tile_index * tile + tl.arange(0, tile)
+    row, head = entry // group_size, group * group_size + entry % group_size
+    column = tl.arange(0, padded_width)
+    is_entry = (row < num_rows)[:, None] & (column < width)[None, :]
+    query = tl.load(
+        query_ptr + (first + row)[:, None] * query_row_stride + head[:, None] * query_head_stride + column[None, :],
+        mask=is_entry,
+        other=0.0,
+    )
+    lowest = tl.where(window > 0, tl.maximum(first_key, context + row - window + 1), first_key)
+    key_pages_ptr += group * page_head_stride
+    value_pages_ptr += group * page_head_stride
+    high, mass, attended = _attend_cached(
+        query, key_pages_ptr, value_pages_ptr, page_table_ptr + request * table_stride, begin, end, lowest, scale,
+        softcap, cell_stride, tile, width, padded_width, page_size, step, has_softcap, precision,
+    )  # fmt: skip
+    if split == 0:
+        # Rows whose first head lies in this tile are this program's to keep.
+        first_kept, end_kept = tl.cdiv(tile_index * tile, group_size), tl.cdiv((tile_index + 1) * tile, group_size)
+        high, mass, attended = _attend_new(
+            query, key_ptr + first * key_row_stride + group * key_head_stride,
+            value_ptr + first * value_row_stride + group * value_head_stride, key_pages_ptr, value_pages_ptr,
+            cell_ptr + first, tree_ptr + request * tree_request_stride, first_kept, end_kept,
+            tl.minimum(end_kept, num_rows), context, row, lowest, num_rows, scale, softcap, key_row_stride,
+            value_row_stride, cell_stride, tree_row_stride, high, mass, attended, width, padded_width, new_step,
+            has_tree, has_softcap, precision,
+        )  # fmt: skip
+    if num_splits > 1:  # noqa: SIM102  # known when compiled; the next is not
+        if num_active > 1:
+            team = (tl.program_id(1) * tl.num_programs(0) + tile_index).to(tl.int64)
+            high, mass, attended, is_last = _combine(
+                partial_ptr, counter_ptr, team, split, num_active, high, mass, attended, num_splits, tile, padded_width
+            )
+            if not is_last:
+                return
+    if has_sinks:
+        mass, attended = _add_sinks(tl.load(sinks_ptr + head, mask=row < num_rows, other=0.0), high, mass, attended)
+    attended = attended / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(
+        attended_ptr + ((first + row)[:, None] * num_groups * group_size + head[:, None]) * width + column[None, :],
+        attended.to(attended_ptr.dtype.element_ty),
+        mask=is_entry,
+    )

@@ -1,0 +1,88 @@
+"""Linear layers that read the same input, as one product.
+
+Query, key and value projections, and gate and up projections, read the same rows. A product of a few rows costs
+little more than its launch, so one product instead of three saves two launches, in every layer and every step.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Joined:
+    """Weights of several layers under one another, and the product of the input that is being asked for."""
+
+    def __init__(self, parts: list[nn.Linear]) -> None:
+        self.sizes = [part.out_features for part in parts]
+        self.weight = torch.cat([part.weight for part in parts])
+        self.bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
+        self.forget()
+
+    def forget(self) -> None:
+        self._input: Tensor | None = None
+        self._parts: list[Tensor] = []
+        self._num_taken = 0
+
+    def product(self, x: Tensor, index: int) -> Tensor:
+        """One layer's part of the product with `x`: computed for the first to ask, forgotten with the last."""
+        if self._input is not x:
+            self._input, self._num_taken = x, 0
+            self._parts = list(functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))
+        part = self._parts[index]
+        self._num_taken += 1
+        if self._num_taken == len(self.sizes):
+            self.forget()
+        return part
+
+
+class JoinedPart(nn.Module):
+    """One layer of a joined group. Its `weight` and `bias` are views of the joined ones."""
+
+    def __init__(self, joined: Joined, index: int) -> None:
+        super().__init__()
+        self.joined, self.index = joined, index
+        self.out_features, self.in_features = joined.sizes[index], joined.weight.shape[1]
+        self.weight = nn.Parameter(joined.weight.split(joined.sizes)[index], requires_grad=False)
+        self.bias = None
+        if joined.bias is not None:
+            self.bias = nn.Parameter(joined.bias.split(joined.sizes)[index], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined.product(x, self.index)
+
+
+@torch.no_grad()
+def join_linears(module: nn.Module) -> int:
+    """Join the projections that stand side by side in `module`, in place, and return how many groups there were.
+
+    The state dict keeps its names and values, and takes no more memory than before.
+    """
+    num_joined = 0
+    for parent in list(module.modules()):
+        for names in SIBLINGS:
+            parts = [getattr(parent, name, None) for name in names]
+            if not all(type(part) is nn.Linear for part in parts):
+                continue
+            has_bias = parts[0].bias is not None
+            if len({part.in_features for part in parts}) > 1 or any((p.bias is not None) != has_bias for p in parts):
+                continue
+            joined = Joined(parts)
+            for index, name in enumerate(names):
+                setattr(parent, name, JoinedPart(joined, index))
+            num_joined += 1
+    return num_joined
+
+
+@torch.no_grad()
+def part_linears(module: nn.Module) -> None:
+    """Undo `join_linears`: plain layers again, each with memory of its own."""
+    for parent in list(module.modules()):
+        for name, part in list(parent.named_children()):
+            if isinstance(part, JoinedPart):
+                plain = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device="meta")
+                plain.weight = nn.Parameter(part.weight.clone(), requires_grad=False)
+                if part.bias is not None:
+                    plain.bias = nn.Parameter(part.bias.clone(), requires_grad=False)
+                setattr(parent, name, plain)

@@ -1,0 +1,150 @@
+"""The limit of the memory: what a step must read, how fast it can be read, and targets of random weights."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from peagle.bench import bandwidth
+from peagle.bench.bandwidth import (
+    SHAPES,
+    Bandwidth,
+    bandwidth_report,
+    dummy_target,
+    measure_bandwidth,
+    random_prompts,
+    read_shape,
+    weight_bytes_per_step,
+)
+from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
+from peagle.errors import CapacityError, ConfigError
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 50,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def llama(**settings):
+    return LlamaForCausalLM(LlamaConfig(**({k: v for k, v in TINY.items() if k != "model_type"} | settings)))
+
+
+def test_an_embedding_is_read_only_where_it_is_also_the_head():
+    separate, tied = llama(tie_word_embeddings=False), llama(tie_word_embeddings=True)
+    body = sum(parameter.numel() for parameter in separate.model.parameters()) - 50 * 32
+    assert weight_bytes_per_step(separate) == weight_bytes_per_step(tied) == 4 * (body + 50 * 32)
+    assert weight_bytes_per_step(separate.to(torch.bfloat16)) == 2 * (body + 50 * 32)
+
+
+def test_of_experts_only_those_count_that_a_step_is_expected_to_choose():
+    config = Qwen3MoeConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=20,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    rest = sum(parameter.numel() for parameter in model.parameters()) - experts
+    assert experts > 0
+    assert weight_bytes_per_step(model, 1) == 4 * (rest + experts // 4)
+    assert weight_bytes_per_step(model, 2) == round(4 * (rest + experts * (1 - 0.75**2)))
+    assert weight_bytes_per_step(model, 1000) == pytest.approx(4 * (rest + experts), rel=1e-6)
+
+
+def test_bandwidth_is_measured_and_plausible():
+    found = measure_bandwidth(torch.device("cpu"), 32 << 20)
+    assert 1e8 < found.bytes_per_second < 1e13 and found.copy is None
+
+
+def test_the_fraction_is_the_limit_over_the_step(config_file):
+    target = dummy_target(config_file, dtype="float32", device="cpu")
+    num_bytes = weight_bytes_per_step(target.model)
+    results = [
+        CellResult(Cell("none", 0, 1), step=StepSplit(0.002)),
+        CellResult(Cell("none", 0, 2), [Answer(0, (1, 2), 0.1, 0.004), Answer(1, (1,), 0.1, None)]),
+        CellResult(Cell("none", 0, 4), failure="no room"),
+    ]
+    report = bandwidth_report(target, Bandwidth(num_bytes / 0.001, None, None), results)
+    assert [row["fraction_of_limit"] for row in report["steps"]] == [0.5, 0.25, None]
+    assert report["steps"][0] == {
+        "concurrency": 1,
+        "weight_bytes": num_bytes,
+        "limit_ms": 1.0,
+        "step_ms": 2.0,
+        "fraction_of_limit": 0.5,
+    }
+
+
+def test_a_dummy_target_is_made_in_the_dtype_and_any_token_has_a_text(config_file):
+    target = dummy_target(config_file, dtype="bfloat16", device="cpu")
+    assert target.dtype == torch.bfloat16 and target.vocab_size == 50 and target.name == "tiny (random weights)"
+    assert target.forward(torch.tensor([[1, 2, 3]])).logits_BTV.isfinite().all()
+    assert isinstance(target.tokenizer.decode([7, 49]), str)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr("peagle.targets.load.memory_bytes", lambda: 10 << 30)
+    with pytest.raises(CapacityError, match=r"llama-8b take 15\.0 GiB, but cpu has 10\.0 GiB") as caught:
+        dummy_target("llama-8b", dtype="bfloat16", device="cpu")
+    assert "smaller shape" in caught.value.hint
+
+
+def test_named_shapes_are_the_published_sizes():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {}
+    for name, settings in SHAPES.items():
+        with torch.device("meta"):
+            settings = dict(settings)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+        sizes[name] = round(sum(parameter.numel() for parameter in model.parameters()) / 1e6)
+    assert sizes == {"llama-8b": 8030, "llama-1b": 1236, "smollm2-135m": 135}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "has no model_type"),
+        ('{"model_type": "nonesuch"}', "cannot make a causal LM"),
+    ],
+)
+def test_a_config_that_is_none_is_refused(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        dummy_target(str(path), device="cpu")
+
+
+def test_an_unknown_shape_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="no shape 'llama-8'") as caught:
+        read_shape("llama-8")
+    assert "did you mean 'llama-8b'?" in caught.value.hint
+
+
+def test_random_prompts_are_the_same_every_time_and_differ_from_each_other():
+    prompts = random_prompts(50, 3, 8)
+    assert prompts == random_prompts(50, 3, 8) and len({tuple(prompt) for prompt in prompts}) == 3
+    assert all(len(prompt) == 8 and max(prompt) < 50 for prompt in prompts)
+    assert len(random_prompts(50, 1)[0]) == bandwidth.PROMPT_TOKENS

@@ -1,0 +1,257 @@
+"""The closed loop and the sweep: over a stand-in with a clock of its own, then over the real engine."""
+
+import importlib.util
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.bench.cells import Cell, compare_with_plain
+from peagle.bench.offline import (
+    cells_of,
+    closed_loop,
+    default_num_requests,
+    llm_factory,
+    reason_of,
+    run_cell,
+    sweep,
+    warm_up,
+)
+from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.reference import decode
+from peagle.errors import CapacityError
+from peagle.sampling_params import SamplingParams
+from tiny import tiny_drafter, tiny_target
+
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@dataclass
+class StandIn:
+    """An engine in which a step takes a second, the first one of a request its prefill, the others `pace` tokens."""
+
+    pace: int = 1
+    now: float = 100.0
+    flight: dict = field(default_factory=dict)
+    prompts: list = field(default_factory=list)
+    most_in_flight: int = 0
+    num_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    is_closed: bool = False
+    device_times: object = None
+
+    @property
+    def engine(self):
+        return self
+
+    def clock(self):
+        return self.now
+
+    def add(self, prompt_ids, params):
+        name = f"r{len(self.prompts)}"
+        self.prompts.append(prompt_ids)
+        self.flight[name] = SimpleNamespace(ids=prompt_ids, params=params, arrived=self.now, first=None, tokens=[])
+        self.most_in_flight = max(self.most_in_flight, len(self.flight))
+        return name
+
+    def step(self):
+        self.now += 1.0
+        done = []
+        for name, request in list(self.flight.items()):
+            if request.first is None:
+                self.num_prefill_tokens += len(request.ids)
+                request.first, count = self.now, 1
+            else:
+                count = self.pace
+            count = min(count, request.params.max_tokens - len(request.tokens))
+            request.tokens += [sum(request.ids)] * count
+            self.num_output_tokens += count
+            if len(request.tokens) == request.params.max_tokens:
+                done.append(self.output(name, self.flight.pop(name)))
+        return done
+
+    def output(self, name, request):
+        drafts = Acceptance(2, (2,) * (self.pace - 1))
+        metrics = SimpleNamespace(
+            arrived=request.arrived,
+            first_token_at=request.first,
+            finished_at=self.now,
+            acceptance=drafts,
+            num_cached_tokens=1,
+            num_preemptions=2,
+        )
+        return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=request.tokens)], metrics=metrics)
+
+    def stats(self):
+        return SimpleNamespace(num_prefill_tokens=self.num_prefill_tokens, num_output_tokens=self.num_output_tokens)
+
+    def step_times(self, batch):
+        return self.device_times
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_closed_loop_keeps_the_concurrency_and_starts_the_next_when_one_ends():
+    llm = StandIn()
+    loop = closed_loop(llm, PROMPTS, [0, 1, 2, 0, 1], SamplingParams(max_tokens=4), 2, clock=llm.clock)
+    assert llm.most_in_flight == 2 and not llm.flight
+    assert llm.prompts == [PROMPTS[index] for index in (0, 1, 2, 0, 1)]
+    assert [index for index, _ in loop.outputs] == [0, 1, 2, 0, 1]
+    assert loop.seconds == 12.0, "three rounds of four steps"
+    assert loop.steady_tokens_per_second == pytest.approx(16 / 8), "until the last round, which is half empty"
+
+
+def test_fewer_requests_than_places_are_no_error():
+    llm = StandIn()
+    loop = closed_loop(llm, PROMPTS, [0], SamplingParams(max_tokens=2), 8, clock=llm.clock)
+    assert len(loop.outputs) == 1 and loop.steady_tokens_per_second is None
+
+
+def test_latencies_follow_the_usual_definitions():
+    llm = StandIn(pace=3)
+    cell = Cell("p-eagle", 2, 2)
+    result = run_cell(llm, cell, PROMPTS, SamplingParams(max_tokens=7), 4, clock=llm.clock)
+    report = result.report()
+    assert report["ttft_ms"] == {"mean": 1000.0, "p50": 1000.0, "p95": 1000.0}
+    assert report["time_per_output_token_ms"]["mean"] == pytest.approx(2 / 6 * 1000, abs=1e-3)
+    assert report["num_requests"] == 4 and report["num_output_tokens"] == 28
+    assert report["output_tokens_per_second"] == round(28 / 6, 2)
+    assert report["acceptance_length"] == 3.0 and report["num_drafts"] == 8
+    assert report["num_cached_tokens"] == 4 and report["num_preemptions"] == 8
+
+
+def test_an_answer_of_one_token_has_no_time_per_output_token():
+    llm = StandIn()
+    result = run_cell(llm, Cell("none", 0, 1), PROMPTS, SamplingParams(max_tokens=1), 3, clock=llm.clock)
+    assert result.report()["time_per_output_token_ms"] is None and result.acceptance is None
+    assert result.step is None, "no step was undisturbed"
+
+
+def test_the_warm_up_times_undisturbed_steps_and_reads_prompts_backwards():
+    llm = StandIn(device_times=SimpleNamespace(step=0.9, verify=0.6, draft=0.3))
+    split = warm_up(llm, PROMPTS, SamplingParams(max_tokens=256), 4, llm.clock)
+    assert (split.wall, split.device, split.verify, split.draft) == (1.0, 0.9, 0.6, 0.3)
+    assert split.host_gap == pytest.approx(0.1)
+    assert llm.prompts == [[3, 2, 1], [5, 4], [9, 8, 7, 6], [3, 2, 1]]
+    assert llm.num_output_tokens == 4 * 64
+
+
+def test_steps_with_a_prefill_or_an_end_are_not_counted_as_undisturbed():
+    llm = StandIn()
+    loop = closed_loop(llm, PROMPTS, [0, 1], SamplingParams(max_tokens=6), 1, time_steps=True, clock=llm.clock)
+    assert loop.walls == [1.0] * 4, "of each request's six steps: prefill, two to settle, two that count, the end"
+
+
+def test_every_prompt_is_asked_and_every_place_is_taken_twice():
+    assert default_num_requests(1, 80) == 80 and default_num_requests(128, 80) == 256
+
+
+def test_cells_of_one_engine_follow_each_other_and_plain_has_no_depth():
+    cells = cells_of(("none", "p-eagle"), {"p-eagle": (3, 5)}, (8, 1))
+    assert [(cell.method, cell.num_draft_tokens, cell.concurrency) for cell in cells] == [
+        *(("none", 0, places) for places in (1, 8)),
+        *(("p-eagle", depth, places) for depth in (3, 5) for places in (1, 8)),
+    ]
+
+
+def run_sweep(cells, make):
+    results, clock = [], StandIn().clock
+    sweep(cells, make, PROMPTS, SamplingParams(max_tokens=2), results, num_requests=lambda _: 2, clock=clock)
+    return results
+
+
+def test_a_sweep_makes_one_engine_for_the_cells_that_share_it_and_closes_all():
+    made = []
+
+    def make(method, num_draft_tokens):
+        assert all(llm.is_closed for _, llm in made), "two engines would share the device's memory"
+        made.append(((method, num_draft_tokens), StandIn(pace=num_draft_tokens + 1)))
+        return made[-1][1]
+
+    cells = cells_of(("none", "p-eagle"), {"p-eagle": (1, 2)}, (1, 2))
+    results = run_sweep(cells, make)
+    assert [wanted for wanted, _ in made] == [("none", 0), ("p-eagle", 1), ("p-eagle", 2)]
+    assert all(llm.is_closed for _, llm in made)
+    assert [result.cell for result in results] == cells and not any(result.failure for result in results)
+
+
+def test_a_cell_that_does_not_fit_is_recorded_and_the_others_go_on():
+    made = []
+
+    class Small(StandIn):
+        def add(self, prompt_ids, params):
+            if len(self.flight) == 2:
+                raise CapacityError("no room for a third", hint="ask for less")
+            return super().add(prompt_ids, params)
+
+    def make(method, num_draft_tokens):
+        made.append(Small())
+        return made[-1]
+
+    results = run_sweep(cells_of(("none",), {}, (1, 2, 3)), make)
+    assert [result.failure for result in results] == [None, None, "no room for a third"]
+    assert all(llm.is_closed for llm in made)
+
+
+def test_an_engine_that_cannot_be_made_fails_its_cells_only():
+    def make(method, num_draft_tokens):
+        if method == "none":
+            raise MemoryError("all gone\nmore talk")
+        return StandIn(pace=2)
+
+    results = run_sweep(cells_of(("none", "p-eagle"), {"p-eagle": (1,)}, (1, 2)), make)
+    assert [result.failure for result in results] == ["MemoryError: all gone"] * 2 + [None] * 2
+
+
+def test_a_defect_stops_the_sweep_and_leaves_what_was_finished():
+    results = []
+
+    class Broken(StandIn):
+        def step(self):
+            if len(self.flight) > 1:
+                raise KeyError("defect")
+            return super().step()
+
+    llm = Broken()
+    with pytest.raises(KeyError):
+        sweep(
+            cells_of(("none",), {}, (1, 2)),
+            lambda *_: llm,
+            PROMPTS,
+            SamplingParams(max_tokens=2),
+            results,
+            num_requests=lambda _: 2,
+            clock=llm.clock,
+        )
+    assert len(results) == 1 and llm.is_closed
+
+
+def test_a_reason_is_one_line():
+    assert reason_of(CapacityError("too big", hint="less")) == "too big"
+    assert reason_of(RuntimeError("\nfirst\nsecond")) == "RuntimeError: first"
+    assert reason_of(ValueError()) == "ValueError"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peagle.engine.llm") is None, reason="needs peagle.engine.llm")
+def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    prompts = [[1, 70, 71, 72], [1, 80, 81], [1, 90, 91, 92, 93, 94], [1, 100]]
+    params = SamplingParams(max_tokens=12)
+    cells = cells_of(("none", "p-eagle"), {"p-eagle": (2, 4)}, (1, 3))
+    results = []
+    make = llm_factory(target, {"p-eagle": drafter}, max_batch=3, max_length=32)
+    sweep(cells, make, prompts, params, results, num_requests=lambda _: 6, device=target.device)
+    assert [result.failure for result in results] == [None] * 6
+    compare_with_plain(target, prompts, results, params)
+    expected = [[token for step in decode(target, ids, params) for token in step.token_ids] for ids in prompts]
+    for result in results:
+        assert [list(answer.token_ids) for answer in sorted(result.answers, key=lambda each: each.prompt)] == [
+            expected[index] for index in (0, 0, 1, 1, 2, 3)
+        ], result.cell
+        assert result.comparison.num_compared == 6 and not result.comparison.divergences
+        assert all(answer.ttft > 0 for answer in result.answers)
+        assert result.memory_bytes > 0 and result.num_cached_tokens == 0
+        assert (result.acceptance is None) == (result.cell.method == "none")
+    assert results[-1].acceptance.num_drafts > 0

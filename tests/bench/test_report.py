@@ -1,0 +1,119 @@
+"""The document, the tables and the plot of a sweep."""
+
+import importlib.util
+
+import pytest
+from rich.console import Console
+
+from peagle.bench.cells import Answer, Cell, CellResult, Comparison, StepSplit
+from peagle.bench.report import check_plot, document_of, plot, tables
+from peagle.decoding.acceptance import Acceptance
+from peagle.errors import ConfigError, MissingExtraError
+
+FACTS = {
+    "workload": "questions",
+    "num_prompts": 2,
+    "target": "tiny",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_tokens": 8,
+}
+
+
+def result(method, num_draft_tokens, concurrency, seconds):
+    answers = [Answer(0, (1, 2, 3, 4), 0.010, 0.002), Answer(1, (1, 2, 3, 4), 0.030, 0.004)]
+    drafted = Acceptance(4, (3, 1)[:num_draft_tokens]) if num_draft_tokens else None
+    split = StepSplit(0.002, 0.0019, 0.0015, 0.0004)
+    return CellResult(
+        Cell(method, num_draft_tokens, concurrency), answers, seconds, None, drafted, split, 3 << 30,
+        comparison=Comparison(2, ()),
+    )  # fmt: skip
+
+
+RESULTS = [
+    result("none", 0, 1, 4.0),
+    result("none", 0, 8, 2.0),
+    result("p-eagle", 2, 1, 2.0),
+    result("p-eagle", 2, 8, 1.6),
+    result("transformers eager", 0, 1, 40.0),
+    CellResult(Cell("transformers static compiled", 0, 1), failure="no compiler here"),
+]
+
+
+@pytest.fixture
+def document():
+    return document_of(RESULTS, **FACTS)
+
+
+def shown(document):
+    console = Console(width=170, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(*tables(document), sep="\n")
+    console.file.close()
+    return console.export_text()
+
+
+def test_speed_up_is_against_plain_at_the_same_concurrency(document):
+    assert [cell["speedup"] for cell in document["cells"]] == [1.0, 1.0, 2.0, 1.25, 0.1, None]
+    assert document["workload"] == "questions"
+
+
+def test_speed_up_is_unknown_without_plain():
+    assert document_of(RESULTS[2:3], **FACTS)["cells"][0]["speedup"] is None
+
+
+def test_the_table_shows_every_measure(document):
+    text = shown(document)
+    row = next(line for line in text.splitlines() if "p-eagle K=2" in line)
+    for value in ("4.0", "2.00", "20.0 20.0 29.0", "3.00 3.00 3.90", "2.00", "1.500", "0.400", "0.100 (5.0%)", "3.0"):
+        assert f" {value} " in row, (value, row)
+    assert "0 (0) of 2" in row
+    assert "questions: 2 prompts, up to 8 tokens; tiny, float32 on cpu" in text
+
+
+def test_a_failure_is_a_row_with_its_reason(document):
+    text = shown(document)
+    assert "could not be run" in text and "no compiler here" in text and "failed" in text
+
+
+def test_acceptance_by_position_is_a_table_of_its_own(document):
+    text = shown(document)
+    assert "accepted, by position" in text and "0.750" in text and "0.250" in text
+    plain = shown(document_of(RESULTS[:2], **FACTS))
+    assert "by position" not in plain and "could not be run" not in plain
+
+
+def test_the_limit_of_the_memory_is_shown_where_it_was_measured(document):
+    step = {"concurrency": 1, "weight_bytes": 16 * 10**9, "limit_ms": 4.0, "step_ms": 5.0, "fraction_of_limit": 0.8}
+    document["bandwidth"] = {"bytes_per_second": 4e12, "num_parameters": 8.03e9, "steps": [step]}
+    text = shown(document)
+    assert "80.0%" in text and "4000 GB/s" in text and "16.00" in text
+
+
+def test_the_plot_has_a_line_for_each_method(document, tmp_path):
+    path = tmp_path / "plot.svg"
+    plot(document, path)
+    text = path.read_text()
+    for label in ("plain", "p-eagle K=2", "transformers eager", "concurrent requests", "output tokens/s"):
+        assert f"<!-- {label} -->" in text, label
+    assert "<!-- transformers static compiled -->" not in text, "it was not measured"
+
+
+def test_a_plot_may_be_a_png(document, tmp_path):
+    plot(document, tmp_path / "plot.PNG")
+    assert (tmp_path / "plot.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"must end in \.pdf, \.png, \.svg"):
+        check_plot(tmp_path / "plot.txt")
+    with pytest.raises(ConfigError, match="there is no directory"):
+        check_plot(tmp_path / "none" / "plot.png")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="--plot needs the package 'matplotlib'") as caught:
+        check_plot(tmp_path / "plot.png")
+    assert caught.value.hint == "pip install 'peagle[bench]'"
+
+
+def test_nothing_measured_is_nothing_to_draw(tmp_path):
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        plot(document_of(RESULTS[-1:], **FACTS), tmp_path / "plot.png")

@@ -1,0 +1,73 @@
+"""`peagle bench`: the document's keys, the sweep's cells, and where tables, documents and plots go."""
+
+import importlib.util
+import json
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peagle.engine.llm") is None, reason="needs peagle.engine.llm")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "arithmetic.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the user", "another", "a third one")))
+    return path
+
+
+@pytest.fixture
+def bench(peagle, on_models, prompts):
+    def call(*argv):
+        result = peagle("bench", "--prompts", prompts, "--max-tokens", 8, "--concurrency", "1,2", *on_models, *argv)
+        assert result.status == 0, result.err
+        return result
+
+    return call
+
+
+def test_the_document_is_the_last_line_of_stdout_and_has_every_cell(bench):
+    result = bench("--json", "--num-draft-tokens", "2,4")
+    document = result.json
+    assert result.out.count("\n") == 1, "stdout is data"
+    cells = document["cells"]
+    assert [(cell["method"], cell["num_draft_tokens"], cell["concurrency"]) for cell in cells] == [
+        (method, depth, places) for method, depth in (("none", 0), ("p-eagle", 2), ("p-eagle", 4)) for places in (1, 2)
+    ]
+    for cell in cells:
+        assert cell["failure"] is None and cell["num_divergences"] == 0
+        assert cell["num_requests"] == cell["num_compared"] == (3 if cell["concurrency"] == 1 else 4)
+        assert cell["output_tokens_per_second"] > 0 and cell["speedup"] > 0 and cell["ttft_ms"]["p95"] > 0
+        if cell["method"] == "p-eagle":
+            assert len(cell["per_position"]) == cell["num_draft_tokens"] and cell["acceptance_length"] >= 1
+        else:
+            assert cell["acceptance_length"] is None
+    assert document["num_prompts"] == 3 and document["workload"] == "arithmetic"
+    assert {"target", "dtype", "device", "max_tokens", "temperature", "is_interrupted"} <= document.keys()
+    assert {"command", "commit", "versions", "hardware"} <= document["provenance"].keys()
+
+
+def test_several_prompt_files_are_one_workload(bench, prompts, tmp_path):
+    (tmp_path / "more.txt").write_text("one more\n")
+    document = bench("--json", "--prompts", f"{prompts},{tmp_path / 'more.txt'}", "--limit", 2).json
+    assert document["num_prompts"] == 3 and document["workload"] == "arithmetic+more"
+
+
+def test_the_table_and_the_plot_show_the_methods(bench, tmp_path):
+    result = bench("--num-draft-tokens", 2, "--plot", tmp_path / "plot.png")
+    assert "plain" in result.out and "p-eagle K=2" in result.out and "accepted, by position" in result.out
+    assert result.err == "", "quiet where stderr is no terminal"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_samples_are_not_compared(bench):
+    cells = bench("--json", "--temperature", 1, "--concurrency", 2).json["cells"]
+    assert all(cell["num_compared"] is None for cell in cells)
+
+
+def test_a_dummy_run_reports_the_fraction_of_the_limit(peagle, models):
+    config = models / "target" / "config.json"
+    result = peagle("bench", "--dummy", config, "--max-tokens", 16, "--concurrency", "1,2", "--device", "cpu", "--json")
+    assert result.status == 0, result.err
+    bandwidth = result.json["bandwidth"]
+    assert bandwidth["bytes_per_second"] > 1e8 and [row["concurrency"] for row in bandwidth["steps"]] == [1, 2]
+    assert all(row["fraction_of_limit"] > 0 and row["weight_bytes"] > 0 for row in bandwidth["steps"])

@@ -1,0 +1,400 @@
+"""The scheduler's rules one by one, with small numbers. That they hold together: test_scheduler_simulation.py."""
+
+import doctest
+from collections.abc import Iterable
+from zlib import crc32
+
+import pytest
+
+from peagle.engine import scheduler as scheduler_module
+from peagle.engine.pages import IntegrityError, PagePool
+from peagle.engine.request import Request
+from peagle.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from peagle.errors import CapacityError, ConfigError, RequestError
+from peagle.sampling_params import SamplingParams
+
+MAX_LENGTH = 200
+
+
+def make(num_pages: int = 101, page_size: int = 4, reuse: bool = True, **limits: int) -> Scheduler:
+    limits = {"max_batch": 8, "max_length": MAX_LENGTH, "prefill_tokens": 64, "max_chunks": 8} | limits
+    return Scheduler(SchedulerConfig(**limits), PagePool(num_pages, page_size, reuse))
+
+
+def add(
+    scheduler: Scheduler, name: str, prompt: int | Iterable[int], max_tokens: int = 50, num_draft_tokens: int = 0
+) -> Request:
+    """Queue a request; a number stands for a prompt of so many tokens that no other request begins with."""
+    tokens = [crc32(name.encode()), *range(prompt - 1)] if isinstance(prompt, int) else list(prompt)
+    request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), num_draft_tokens, MAX_LENGTH)
+    scheduler.add(request)
+    return request
+
+
+def spans(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in plan.chunks]
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def see(scheduler: Scheduler, request: Request, *tokens: int) -> None:
+    """The host catches up: all passes in flight but the last emitted 0, the last one `tokens`."""
+    while request.num_in_flight > 1:
+        scheduler.committed(request, [0])
+    scheduler.committed(request, tokens or [0])
+
+
+def test_the_worked_example_of_the_module_is_true() -> None:
+    result = doctest.testmod(scheduler_module)
+    assert result.failed == 0 and result.attempted > 5
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_is_prefilled_and_decoded_in_one_plan_and_decoded_in_every_later_one() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", 6)
+    plan = scheduler.plan()
+    assert spans(plan) == [("a", 0, 6)] and plan.chunks[0].is_last and plan.chunks[0].first_write == 0
+    assert names(plan.decodes) == ["a"] and request.num_in_flight == 2 and request.row == 0
+    plan = scheduler.plan()
+    assert spans(plan) == [] and names(plan.decodes) == ["a"], "it does not wait for the host to see the first token"
+
+
+def test_new_prompts_are_prefilled_beside_decoding_requests() -> None:
+    scheduler = make()
+    add(scheduler, "old", 6)
+    scheduler.plan()
+    add(scheduler, "new", 5)
+    plan = scheduler.plan()
+    assert spans(plan) == [("new", 0, 5)]
+    assert names(plan.decodes) == ["old", "new"]
+
+
+def test_an_answer_of_one_token_needs_no_decode_pass() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", 6, max_tokens=1)
+    assert names(scheduler.plan().decodes) == []
+    assert scheduler.plan().is_empty and scheduler.has_work, "the token is on its way"
+    scheduler.committed(request, [7])
+    scheduler.finish(request)
+    assert (request.answer_ids, scheduler.has_work, scheduler.pages.num_used) == ([7], False, 0)
+
+
+def test_a_request_leaves_the_plans_when_its_last_token_must_be_in_flight() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", 6, max_tokens=3, num_draft_tokens=2)
+    assert names(scheduler.plan().decodes) == ["a"]
+    assert names(scheduler.plan().decodes) == ["a"], "prefill and one pass bring two tokens at least"
+    assert scheduler.plan().is_empty, "three passes bring three"
+    assert request.num_in_flight == 3
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_decoded_with_its_last_one() -> None:
+    scheduler = make(prefill_tokens=10)
+    add(scheduler, "a", 25)
+    plans = [scheduler.plan() for _ in range(3)]
+    assert [spans(plan) for plan in plans] == [[("a", 0, 10)], [("a", 10, 20)], [("a", 20, 25)]]
+    assert [names(plan.decodes) for plan in plans] == [[], [], ["a"]]
+
+
+def test_of_several_long_prompts_each_leaves_half_to_the_younger_ones() -> None:
+    scheduler = make(prefill_tokens=32)
+    for name in "abc":
+        add(scheduler, name, 80)
+    assert spans(scheduler.plan()) == [("a", 0, 16), ("b", 0, 8), ("c", 0, 8)]
+
+
+def test_a_short_prompt_gets_through_behind_long_ones_and_what_it_leaves_goes_to_them() -> None:
+    scheduler = make(prefill_tokens=32)
+    for name, length in (("a", 80), ("b", 80), ("short", 5)):
+        add(scheduler, name, length)
+    plan = scheduler.plan()
+    assert spans(plan) == [("a", 0, 16), ("b", 0, 11), ("short", 0, 5)]
+    assert names(plan.decodes) == ["short"]
+
+
+def test_a_plan_has_at_most_max_chunks_chunks() -> None:
+    scheduler = make(max_chunks=2)
+    for name in "abc":
+        add(scheduler, name, 5)
+    assert names(chunk.request for chunk in scheduler.plan().chunks) == ["a", "b"]
+    assert names(chunk.request for chunk in scheduler.plan().chunks) == ["c"]
+
+
+def test_pages_grow_with_what_may_be_in_flight_and_the_plan_says_whose() -> None:
+    scheduler = make(page_size=4)
+    request = add(scheduler, "a", 6, num_draft_tokens=2)
+    scheduler.plan()
+    assert len(request.pages) == 4, "6 tokens, 3 in flight, 4 positions behind: 13"
+    assert scheduler.plan().grown == (), "with 6 in flight it reaches 16, the end of its fourth page"
+    assert scheduler.plan().grown == (request,) and len(request.pages) == 5
+    scheduler.check_integrity()
+
+
+# Admission ------------------------------------------------------------------------------------------------------------
+
+
+def test_requests_wait_for_a_row_in_the_order_of_arrival() -> None:
+    scheduler = make(max_batch=2)
+    first, second, third = (add(scheduler, name, 5) for name in "abc")
+    scheduler.plan()
+    assert (first.row, second.row, third.row) == (0, 1, None)
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["a", "b"], ["c"])
+    scheduler.finish(first)
+    scheduler.plan()
+    assert third.row == 0, "the row that was given back"
+
+
+def test_a_small_request_does_not_pass_an_older_one_that_does_not_fit() -> None:
+    scheduler = make(num_pages=11, page_size=4)
+    running = add(scheduler, "running", 20, max_tokens=10)
+    scheduler.plan()
+    big, small = add(scheduler, "big", 30, max_tokens=4), add(scheduler, "small", 2, max_tokens=2)
+    assert spans(scheduler.plan()) == []
+    assert (big.state, small.state) == ("waiting", "waiting")
+    scheduler.finish(running)
+    assert names(chunk.request for chunk in scheduler.plan().chunks) == ["big", "small"]
+
+
+def test_a_request_is_admitted_only_with_pages_for_its_whole_text() -> None:
+    scheduler = make(num_pages=11, page_size=4, prefill_tokens=4)
+    add(scheduler, "a", 20, max_tokens=4)
+    scheduler.plan()
+    assert scheduler.pages.num_used == 6, "20 tokens, and the first of the answer"
+    waiting = add(scheduler, "b", 16, max_tokens=4)
+    scheduler.plan()
+    assert waiting.state == "waiting", "5 pages wanted, 4 are free"
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    scheduler = make(num_pages=11, page_size=4)
+    with pytest.raises(CapacityError) as caught:
+        add(scheduler, "a", 30, max_tokens=9, num_draft_tokens=2)
+    assert caught.value.message == (
+        "request 'a': 30 prompt and up to 9 answer tokens need 11 pages of 4 tokens, but there are only 10"
+    )
+    assert caught.value.hint is not None and "fewer max_tokens" in caught.value.hint
+    assert not scheduler.has_work
+    add(scheduler, "b", 30, max_tokens=6, num_draft_tokens=2)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+    scheduler = make()
+    with pytest.raises(CapacityError) as caught:
+        add(scheduler, "a", MAX_LENGTH)
+    assert "the prompt has 200 tokens, which leaves no room for an answer" in caught.value.message
+    assert "hint: shorten the prompt, or raise max_length" in str(caught.value)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    scheduler = make()
+    add(scheduler, "a", 5)
+    with pytest.raises(RequestError, match="request 'a' is already being served"):
+        add(scheduler, "a", 5)
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefill_tokens must be at least 1, got 0"):
+        SchedulerConfig(max_batch=1, max_length=10, prefill_tokens=0)
+
+
+# Reuse ----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_requests_share_the_pages_of_their_common_beginning() -> None:
+    scheduler = make()
+    first = add(scheduler, "a", [*range(10), 50, 51, 52])
+    scheduler.plan()
+    second = add(scheduler, "b", [*range(10), 60, 61, 62])
+    (chunk,) = scheduler.plan().chunks
+    assert (chunk.start, chunk.end, chunk.first_write) == (7, 13, 8), "one token early, and that one is not written"
+    assert second.pages[:2] == first.pages[:2] and not set(second.pages[2:]) & set(first.pages)
+    assert second.num_cached_tokens == 7
+    scheduler.check_integrity()
+
+
+def test_the_last_token_is_run_again_even_when_all_pages_of_the_prompt_are_there() -> None:
+    scheduler = make()
+    add(scheduler, "a", range(8))
+    scheduler.plan()
+    second = add(scheduler, "b", range(8))
+    (chunk,) = scheduler.plan().chunks
+    assert (chunk.start, chunk.end, chunk.first_write, chunk.is_last) == (7, 8, 8, True)
+    assert second.num_cached_tokens == 7
+
+
+def test_pages_are_found_after_their_request_is_gone_answer_included() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", range(6))
+    scheduler.plan()
+    see(scheduler, request, 91, 92, 93, 94, 95)  # the text is 12 tokens; the newest is not in the cache
+    scheduler.finish(request)
+    assert (scheduler.pages.num_used, scheduler.pages.num_cached) == (0, 2)
+    add(scheduler, "b", [*request.token_ids, 7])
+    (chunk,) = scheduler.plan().chunks
+    assert (chunk.start, chunk.end, chunk.first_write) == (7, 13, 8)
+
+
+def test_plain_answers_are_not_reused_where_pages_carry_drafter_entries() -> None:
+    scheduler = make(has_drafter=True)
+    plain = add(scheduler, "plain", range(6), num_draft_tokens=0)
+    scheduler.plan()
+    see(scheduler, plain, 91, 92, 93, 94, 95)
+    scheduler.plan()
+    scheduler.finish(plain)
+    assert scheduler.pages.num_cached == 1, "the page that prefill filled"
+    drafted = add(scheduler, "drafted", [70 + i for i in range(6)], num_draft_tokens=4)
+    scheduler.plan()
+    see(scheduler, drafted, 91, 92, 93, 94, 95)
+    scheduler.finish(drafted)
+    assert scheduler.pages.num_cached == 1 + 2
+
+
+def test_a_page_is_found_only_after_the_plan_that_writes_it() -> None:
+    scheduler = make(prefill_tokens=8)
+    add(scheduler, "a", range(20))
+    add(scheduler, "b", range(20))
+    assert spans(scheduler.plan()) == [("a", 0, 8)], "b waits for the pages that a is computing"
+    assert spans(scheduler.plan()) == [("a", 8, 16)]
+    assert spans(scheduler.plan()) == [("a", 16, 20)]
+    plan = scheduler.plan()
+    assert spans(plan) == [("b", 19, 20)] and plan.chunks[0].first_write == 20
+
+
+def test_a_request_goes_its_own_way_where_the_common_beginning_ends_or_its_writer_is_aborted() -> None:
+    scheduler = make(prefill_tokens=8)
+    add(scheduler, "a", range(20))
+    add(scheduler, "b", [*range(6), *range(50, 64)])
+    assert spans(scheduler.plan()) == [("a", 0, 8)]
+    assert spans(scheduler.plan()) == [("a", 8, 12), ("b", 3, 7)]
+    scheduler.abort("a")
+    assert spans(scheduler.plan()) == [("b", 7, 15)]
+
+
+def test_pages_of_an_aborted_plan_are_not_found() -> None:
+    scheduler = make()
+    add(scheduler, "a", range(12))
+    scheduler.plan()
+    scheduler.abort("a")  # before the launch, for all the scheduler knows
+    add(scheduler, "b", range(12))
+    assert spans(scheduler.plan()) == [("b", 0, 12)]
+
+
+def test_without_reuse_every_prompt_is_prefilled() -> None:
+    scheduler = make(reuse=False)
+    for name in "ab":
+        add(scheduler, name, range(12))
+    assert spans(scheduler.plan()) == [("a", 0, 12), ("b", 0, 12)]
+
+
+# Preemption, abort, results -------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_cannot_grow_preempts_the_youngest_which_loses_no_token() -> None:
+    scheduler = make(num_pages=8, page_size=4)
+    old, young = add(scheduler, "old", 9, max_tokens=15), add(scheduler, "young", 9, max_tokens=15)
+    scheduler.plan()
+    assert scheduler.pages.num_used == 6
+    see(scheduler, old, 1)
+    see(scheduler, young, 21)
+    epoch = young.epoch
+    while not (plan := scheduler.plan()).preempted:
+        for request in plan.decodes:
+            see(scheduler, request)
+        text = list(young.token_ids)
+    assert names(plan.preempted) == ["young"] and names(plan.decodes) == ["old"]
+    assert (young.state, young.row, young.pages, young.num_in_flight) == ("waiting", None, [], 0)
+    assert young.epoch == epoch + 1 and young.num_preemptions == 1 and young.token_ids == text
+    add(scheduler, "new", 2, max_tokens=2)
+    assert names(scheduler.waiting) == ["young", "new"], "it keeps its place"
+    scheduler.check_integrity()
+    scheduler.finish(old)
+    plan = scheduler.plan()
+    assert plan.chunks[0].request is young and plan.chunks[0].end == len(text), "the whole text is prefilled again"
+    assert plan.chunks[0].is_last and young in plan.decodes
+
+
+def test_the_youngest_preempts_itself_when_it_is_the_one_that_cannot_grow() -> None:
+    scheduler = make(num_pages=8, page_size=4)
+    old, young = add(scheduler, "old", 9, max_tokens=3), add(scheduler, "young", 11, max_tokens=15)
+    scheduler.plan()
+    assert (len(old.pages), len(young.pages)) == (3, 3)
+    hog = scheduler.pages.allocate(1)
+    see(scheduler, young)
+    plan = scheduler.plan()
+    assert names(plan.preempted) == ["young"] and "young" not in names(plan.decodes)
+    scheduler.pages.release(hog)
+
+
+def test_nobody_is_admitted_in_the_plan_that_preempts() -> None:
+    scheduler = make(num_pages=8, page_size=4)
+    add(scheduler, "old", 9, max_tokens=15)
+    young = add(scheduler, "young", 9, max_tokens=15)
+    add(scheduler, "tiny", 1, max_tokens=1)
+    while not (plan := scheduler.plan()).preempted:
+        for request in plan.decodes:
+            see(scheduler, request)
+    assert plan.chunks == () and young.state == "waiting"
+
+
+def test_abort_while_waiting_in_prefill_and_in_decode_gives_everything_back() -> None:
+    scheduler = make(max_batch=2, prefill_tokens=10)
+    decoding = add(scheduler, "decoding", 5)
+    scheduler.plan()
+    prefilling, waiting = add(scheduler, "prefilling", 40), add(scheduler, "waiting", 5)
+    scheduler.plan()
+    assert [r.state for r in (decoding, prefilling, waiting)] == ["decode", "prefill", "waiting"]
+    for request in (waiting, prefilling, decoding):
+        assert scheduler.abort(request.request_id) is request
+        assert (request.state, request.epoch, request.row, request.pages) == ("finished", 1, None, [])
+        scheduler.check_integrity()
+    assert (scheduler.has_work, scheduler.pages.num_used, scheduler.plan().is_empty) == (False, 0, True)
+    assert scheduler.abort("decoding") is None and scheduler.abort("never seen") is None
+
+
+def test_abort_of_a_preempted_request_gives_everything_back() -> None:
+    scheduler = make(num_pages=8, page_size=4)
+    add(scheduler, "old", 9, max_tokens=15)
+    young = add(scheduler, "young", 9, max_tokens=15)
+    while not (plan := scheduler.plan()).preempted:
+        for request in plan.decodes:
+            see(scheduler, request)
+    assert scheduler.abort("young") is young and young.epoch == 2
+    scheduler.abort("old")
+    assert scheduler.pages.num_used == 0
+
+
+def test_a_result_that_nothing_in_flight_can_have_given_is_refused() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", 5)
+    scheduler.plan()
+    scheduler.committed(request, [1, 2], num_passes=2)
+    assert (request.answer_ids, request.num_in_flight) == ([1, 2], 0)
+    with pytest.raises(IntegrityError, match="request 'a': no pass in flight"):
+        scheduler.committed(request, [3])
+
+
+def test_contradictions_between_requests_and_pages_are_named() -> None:
+    scheduler = make()
+    first, second = add(scheduler, "a", 5), add(scheduler, "b", 5)
+    scheduler.plan()
+    scheduler.check_integrity()
+    second.row = first.row
+    with pytest.raises(IntegrityError, match="rows are lost or held twice"):
+        scheduler.check_integrity()
+    second.row = 1
+    first.arrival = 5
+    with pytest.raises(IntegrityError, match="not in the order of arrival"):
+        scheduler.check_integrity()
+    first.arrival = 0
+    scheduler.pages.share(second.pages[:1])
+    with pytest.raises(IntegrityError, match=f"'b' may write to page {second.pages[0]}, which others can read"):
+        scheduler.check_integrity()
+    scheduler.pages.release(second.pages[:1])
+    second.pages.append(scheduler.pages.capacity)
+    with pytest.raises(IntegrityError, match="'b' may write to page 100"):
+        scheduler.check_integrity()

@@ -1,0 +1,181 @@
+"""Paged attention: the PyTorch implementation against dense attention, and the Triton one against PyTorch.
+
+Without a GPU the Triton kernel runs in Triton's interpreter.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, paged_attention, paged_attention_torch
+
+triton = pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests as (cached keys, new rows), and the heads."""
+
+    requests: tuple[tuple[int, int], ...]
+    num_heads: int = 6
+    num_groups: int = 2
+    width: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_tree: bool = False
+    first_key: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "one row of one request": Case(((37, 1),)),
+    "several rows of several requests": Case(((37, 4), (5, 4), (0, 4), (90, 4))),
+    "requests of different numbers of rows, one of none": Case(((9, 3), (0, 17), (30, 0), (3, 1))),
+    "a long chunk over many tiles": Case(((13, 70), (0, 33))),
+    "a context over many splits": Case(((700, 2),)),
+    "one head a group": Case(((21, 2), (3, 2)), num_heads=2),
+    "a width that is no power of two": Case(((21, 2), (3, 2)), width=24),
+    "a sliding window": Case(((37, 4), (5, 40), (200, 2)), window=9),
+    "sinks": Case(((37, 4), (0, 3), (300, 2)), has_sinks=True),
+    "a soft cap": Case(((37, 4), (0, 3)), softcap=3.0),
+    "a tree": Case(((37, 5), (2, 5)), has_tree=True),
+    "a first key": Case(((37, 4), (1, 3), (300, 2)), first_key=1),
+    "everything at once": Case(((300, 5), (7, 5)), window=50, softcap=4.0, has_sinks=True, has_tree=True),
+    "half precision": Case(((37, 4), (300, 2)), dtype=torch.float16),
+}
+
+
+def build(case: Case) -> tuple[tuple[Tensor, ...], PagedRows, dict[str, object]]:
+    """Pages with random content in a shuffled order, new rows, and where they stand."""
+    generator = torch.Generator().manual_seed(1)
+    needed = [-(-(context + rows) // PAGE_SIZE) for context, rows in case.requests]
+    order = torch.randperm(sum(needed), generator=generator) + 1
+    page_table_BP = torch.full((len(needed), max(needed) + 1), WASTE_PAGE)
+    cells, used = [], 0
+    for request, (context, rows) in enumerate(case.requests):
+        page_table_BP[request, : needed[request]] = order[used : used + needed[request]]
+        used += needed[request]
+        index = torch.arange(context, context + rows)
+        cells.append(page_table_BP[request, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE)
+    counts = torch.tensor([0] + [rows for _, rows in case.requests])
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    num_rows, heads = int(counts.sum()), (case.num_groups, case.width)
+    pages = (len(order) + 1, PAGE_SIZE, *heads)
+    tensors = (
+        random(num_rows, case.num_heads, case.width),
+        random(num_rows, *heads),
+        random(num_rows, *heads),
+        random(*pages),
+        random(*pages),
+    )
+    max_rows = int(counts.max())
+    tree_BLL = None
+    if case.has_tree:
+        tree_BLL = torch.rand(len(needed), max_rows, max_rows, generator=generator) < 0.5
+        tree_BLL |= torch.eye(max_rows, dtype=torch.bool)
+    contexts = torch.tensor([context for context, _ in case.requests])
+    rows = PagedRows(page_table_BP, counts.cumsum(0), contexts, torch.cat(cells), torch.empty(max_rows, 0), tree_BLL)
+    settings = {
+        "scale": case.width**-0.5,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks_H": random(case.num_heads) if case.has_sinks else None,
+        "first_key": case.first_key,
+    }
+    return tensors, rows, settings
+
+
+def dense(case: Case, tensors: tuple[Tensor, ...], rows: PagedRows, settings: dict[str, object]) -> Tensor:
+    """The definition, row by row and head by head, over the text's keys in order."""
+    query, key, value, key_pages, value_pages = (tensor.double() for tensor in tensors)
+    attended = torch.zeros_like(query)
+    bounds = rows.first_row_B1.tolist()
+    for request, (context, num_rows) in enumerate(case.requests):
+        pages = rows.page_table_BP[request]
+        new = slice(bounds[request], bounds[request + 1])
+        keys = torch.cat([key_pages[pages].flatten(0, 1)[:context], key[new]])
+        values = torch.cat([value_pages[pages].flatten(0, 1)[:context], value[new]])
+        for row in range(num_rows):
+            own = context + row
+            first = max(case.first_key, own - case.window + 1 if case.window else 0)
+            seen = [
+                index
+                for index in range(first, own + 1)
+                if index < context or rows.tree_BLL is None or rows.tree_BLL[request, row, index - context]
+            ]
+            for head in range(case.num_heads):
+                group = head // (case.num_heads // case.num_groups)
+                scores = keys[seen, group] @ query[bounds[request] + row, head] * settings["scale"]
+                if case.softcap:
+                    scores = case.softcap * torch.tanh(scores / case.softcap)
+                if settings["sinks_H"] is not None:
+                    scores = torch.cat([scores, settings["sinks_H"][head : head + 1].double()])
+                weights = torch.softmax(scores, 0)[: len(seen)]
+                attended[bounds[request] + row, head] = weights @ values[seen, group]
+    return attended
+
+
+def run(function: object, tensors: tuple[Tensor, ...], rows: PagedRows, settings: dict[str, object]) -> list[Tensor]:
+    """What is attended, and the pages afterwards, all on the CPU."""
+    moved = [tensor.clone().to(DEVICE) for tensor in tensors]
+    rows = PagedRows(*(part.to(DEVICE) if isinstance(part, Tensor) else part for part in rows))
+    settings = {name: part.to(DEVICE) if isinstance(part, Tensor) else part for name, part in settings.items()}
+    attended = function(*moved, rows, *settings.values())
+    return [attended.cpu(), moved[3].cpu(), moved[4].cpu()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pytorch_attention_follows_the_definition(name: str) -> None:
+    case = CASES[name]
+    tensors, rows, settings = build(case)
+    attended, key_pages, value_pages = run(paged_attention_torch, tensors, rows, settings)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(attended.double(), dense(case, tensors, rows, settings), atol=tolerance, rtol=tolerance)
+    assert torch.equal(key_pages.flatten(0, 1)[rows.cell_N], tensors[1])
+    assert torch.equal(value_pages.flatten(0, 1)[rows.cell_N], tensors[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton_attention_equals_pytorch(name: str) -> None:
+    from peagle.kernels.attention_triton import paged_attention_triton
+
+    case = CASES[name]
+    built = build(case)
+    expected, found = run(paged_attention_torch, *built), run(paged_attention_triton, *built)
+    tolerance = 2e-5 if case.dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(found[0], expected[0], atol=tolerance, rtol=tolerance)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+
+
+def test_rows_sent_to_the_waste_page_leave_the_others_alone() -> None:
+    tensors, rows, settings = build(Case(((9, 3),)))
+    before = tensors[3].clone()
+    rows = rows._replace(cell_N=torch.full_like(rows.cell_N, WASTE_PAGE))
+    paged_attention(*tensors, rows, **settings)
+    assert torch.equal(tensors[3][1:], before[1:])
+
+
+def test_pages_in_order_are_read_without_a_copy_and_give_the_same() -> None:
+    tensors, rows, settings = build(Case(((30, 2),)))
+    expected = paged_attention_torch(*(tensor.clone() for tensor in tensors), rows, *settings.values())
+    table = rows.page_table_BP[0, :-1]
+    in_order = torch.arange(1, len(table) + 1)
+    key_pages, value_pages = (pages.clone() for pages in tensors[3:])
+    for pages, original in ((key_pages, tensors[3]), (value_pages, tensors[4])):
+        pages[in_order] = original[table]
+    index = torch.arange(30, 32)
+    moved = rows._replace(
+        page_table_BP=in_order[None], cell_N=in_order[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+    )
+    found = paged_attention_torch(*tensors[:3], key_pages, value_pages, moved, *settings.values())
+    assert torch.equal(found, expected)

@@ -1,0 +1,248 @@
+"""Packed and 8-bit linear layers against plain ones; no test here looks at a clock."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peagle.errors import ConfigError
+from peagle.kernels import linear_int8
+from peagle.kernels.linear import (
+    KERNELS,
+    LinearKernel,
+    PackedLinear,
+    available_kernels,
+    pack_linears,
+    unpack_linears,
+)
+from peagle.kernels.linear_int8 import Int8Linear, quantize_linears, quantize_weight
+from tiny import tiny_target
+
+ROW_COUNTS = (1, 2, 3, 5, 8, 16, 33, 100)
+
+
+def packed_or_skip(name: str, linear: nn.Linear) -> PackedLinear:
+    if (reason := available_kernels(linear.weight)[name]) is not None:
+        pytest.skip(f"{name}: {reason}")
+    return PackedLinear(linear, KERNELS[name])
+
+
+def int8_kernel_or_skip(name: str) -> linear_int8.Int8Kernel:
+    if (reason := linear_int8.available_kernels()[name]) is not None:
+        pytest.skip(f"{name}: {reason}")
+    return linear_int8.KERNELS[name]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("num_outputs", "num_inputs", "bias"), [(48, 64, False), (33, 65, True), (256, 16, True)])
+@torch.no_grad()
+def test_every_kernel_gives_plains_result_for_any_number_of_rows(
+    name: str, num_outputs: int, num_inputs: int, bias: bool
+) -> None:
+    linear = nn.Linear(num_inputs, num_outputs, bias=bias)
+    packed = packed_or_skip(name, linear)
+    for num_rows in ROW_COUNTS:
+        x = torch.randn(num_rows, num_inputs)
+        torch.testing.assert_close(packed(x), linear(x), msg=lambda text, rows=num_rows: f"{rows} rows: {text}")
+        x_batched = torch.randn(2, num_rows, num_inputs)
+        torch.testing.assert_close(packed(x_batched), linear(x_batched))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@torch.no_grad()
+def test_every_kernel_that_takes_bfloat16_gives_plains_result(name: str) -> None:
+    linear = nn.Linear(64, 48).bfloat16()
+    packed = packed_or_skip(name, linear)
+    x = torch.randn(5, 64).bfloat16()
+    torch.testing.assert_close(packed(x), linear(x))
+
+
+@torch.no_grad()
+def test_rows_of_mkl_do_not_depend_on_their_company() -> None:
+    packed = packed_or_skip("mkl", nn.Linear(576, 192))
+    x = torch.randn(16, 576)
+    together = packed(x)
+    for first, size in itertools.product((0, 3, 8), (1, 2, 7)):
+        assert torch.equal(packed(x[first : first + size]), together[first : first + size])
+
+
+@torch.no_grad()
+def test_packing_keeps_parameters_names_results_and_the_way_back() -> None:
+    target = tiny_target(num_layers=2)
+    x = torch.arange(12)[None]
+    before = target.forward(x).logits_BTV
+    state, fingerprint = dict(target.model.state_dict()), target.fingerprint()
+    report = pack_linears(target.model, num_rows=4, kernels=("transposed", "onednn", "mkl"))
+    assert sum(choice.num_modules for choice in report.choices) == 2 * 7 + 1
+    assert target.fingerprint() == fingerprint
+    assert target.head_VD is target.embedding_VD, "the head stays tied to the embedding"
+    packed_state = target.model.state_dict()
+    assert list(packed_state) == list(state)
+    assert all(packed_state[name].data_ptr() == state[name].data_ptr() for name in state), "no weight was copied"
+    torch.testing.assert_close(target.forward(x).logits_BTV, before, atol=1e-4, rtol=1e-4)
+    assert unpack_linears(target.model) == report.num_packed
+    assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
+    assert torch.equal(target.forward(x).logits_BTV, before)
+
+
+def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "transposed")
+    module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 32))
+    report = pack_linears(module, num_rows=4)
+    assert report.num_packed == 3 and report.extra_bytes == 3 * 64 * 32 * 4
+    assert [(choice.out_features, choice.in_features) for choice in report.choices] == [(32, 64), (64, 32)]
+    line = report.lines()[0]
+    assert line.startswith("2 x linear 32x64: transposed (plain ") and "us for 4" in line
+    assert "3 packed in" in report.lines()[-1]
+    assert "kernel=transposed" in repr(module[0])
+
+
+def test_plain_runs_where_it_was_faster_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(trials: list, row_counts: list[int]) -> None:
+        for trial, num_rows in itertools.product(trials, row_counts):
+            is_fast = trial.kernel.name == ("transposed" if num_rows in (3, 4) else "plain")
+            trial.seconds[num_rows] = 0.5 if is_fast else 1.0
+
+    monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
+    module = nn.Sequential(nn.Linear(64, 32))
+    report = pack_linears(module, num_rows=4)
+    assert (module[0].min_rows, module[0].max_rows) == (2, 8)
+    assert report.lines()[0].startswith("1 x linear 32x64: transposed from 2 rows to 8, else plain (plain ")
+
+
+def test_memory_budget_leaves_the_smaller_weights_plain_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "transposed")
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32))
+    report = pack_linears(module, memory_budget=(64 * 64 + 64 * 32) * 4)
+    assert [isinstance(part, PackedLinear) for part in module] == [True, True, False]
+    assert report.skipped == ("1 x linear 32x64 stay plain: packed copies may take 0 MiB",)
+
+
+def test_modules_that_cannot_be_replaced_are_left_alone_and_named() -> None:
+    class Own(nn.Linear):
+        pass
+
+    module = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8, device="meta"))
+    module[0].register_forward_hook(lambda *_: None)
+    report = pack_linears(module)
+    assert report.num_packed == 0
+    assert report.skipped == ("0 stays plain: hooks are registered on it", "2 stays plain: its weight is on meta")
+
+
+def test_shared_module_is_packed_once_and_stays_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "transposed")
+    shared = nn.Linear(8, 8)
+    module = nn.ModuleDict({"first": shared, "second": shared})
+    assert pack_linears(module).num_packed == 1
+    assert module["first"] is module["second"] and isinstance(module["first"], PackedLinear)
+    unpack_linears(module)
+    assert module["first"] is module["second"] and type(module["first"]) is nn.Linear
+
+
+def test_kernel_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias) * 1.001
+
+    wrong = LinearKernel("wrong", lambda weight: weight, run, lambda weight: None)
+    monkeypatch.setitem(KERNELS, "wrong", wrong)
+    report = pack_linears(nn.Sequential(nn.Linear(64, 64)), kernels=("wrong",))
+    assert report.num_packed == 0
+    assert "linear kernel wrong computes another product than plain: not used" in caplog.text
+
+
+@torch.no_grad()
+def test_fewer_and_more_rows_than_the_limits_run_plain() -> None:
+    def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.zeros(*x.shape[:-1], len(weight))
+
+    zeros = LinearKernel("zeros", lambda weight: weight, run, lambda weight: None)
+    packed = PackedLinear(nn.Linear(8, 8), zeros, min_rows=2, max_rows=4)
+    assert packed(torch.randn(1, 8)).any()
+    assert not packed(torch.randn(2, 2, 8)).any()
+    assert packed(torch.randn(5, 8)).any()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        pack_linears(nn.Sequential(), num_rows=0)
+    assert "num_rows must be at least 1, got 0" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        pack_linears(nn.Sequential(), kernels=("mlk",))
+    assert "unknown linear kernels ['mlk']\nhint: known: plain, transposed, onednn, mkl" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        quantize_linears(nn.Sequential(), kernel="int4")
+    assert "unknown 8-bit kernel 'int4'" in str(error.value)
+
+
+@pytest.mark.parametrize("name", linear_int8.KERNELS)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_8_bit_result_is_the_float_product_with_the_rounded_weight(name: str, bias: bool) -> None:
+    linear = nn.Linear(64, 48, bias=bias)
+    quantized = Int8Linear(linear, int8_kernel_or_skip(name), keep_weight=False)
+    q_OI, scale_O = quantize_weight(linear.weight)
+    assert q_OI.abs().max() == 127
+    weight_OI = q_OI.double() * scale_O.double()[:, None]
+    x = torch.randn(2, 3, 64) * torch.tensor([1e-3, 1.0, 1e3])[:, None]
+    x[0, 0] = 0
+    x[1, 2, 5] = 1e6  # an outlier, as hidden states have them
+    expected = functional.linear(x.double(), weight_OI, linear.bias.double() if bias else None)
+    bound = 4e-7 * functional.linear(x.abs().amax(-1, keepdim=True).expand_as(x).double(), weight_OI.abs()) + 1e-6
+    assert ((quantized(x).double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", linear_int8.KERNELS)
+@torch.no_grad()
+def test_8_bit_rows_do_not_depend_on_their_company(name: str) -> None:
+    quantized = Int8Linear(nn.Linear(64, 48), int8_kernel_or_skip(name), keep_weight=False)
+    x = torch.randn(16, 64)
+    x[7] *= 1000
+    together = quantized(x)
+    for first, size in itertools.product((0, 3, 7), (1, 2, 8)):
+        assert torch.equal(quantized(x[first : first + size]), together[first : first + size])
+
+
+@torch.no_grad()
+def test_8_bit_implementations_give_the_same_bits() -> None:
+    usable = [name for name, reason in linear_int8.available_kernels().items() if reason is None]
+    assert "int_mm" in usable
+    linear, x = nn.Linear(64, 48), torch.randn(5, 64)
+    first, *others = (Int8Linear(linear, linear_int8.KERNELS[name], keep_weight=False)(x) for name in usable)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_quantizing_frees_weights_but_not_the_tied_embedding() -> None:
+    target = tiny_target(num_layers=2)
+    report = quantize_linears(target.model, num_rows=2)
+    assert report.num_quantized == 2 * 7 + 1
+    assert report.lines()[-1].endswith("MiB freed")
+    assert report.freed_bytes == 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64) * 3
+    assert target.head_VD is target.embedding_VD
+    assert not any("proj.weight" in name for name, _ in target.model.named_parameters())
+    assert target.forward(torch.arange(12)[None]).logits_BTV.isfinite().all()
+
+
+@torch.no_grad()
+def test_quantized_target_gives_the_same_logits_for_one_token_and_for_several() -> None:
+    target = tiny_target(num_layers=2)
+    quantize_linears(target.model, num_rows=2)
+    text = torch.randint(0, 200, (1, 12))
+    cache = target.new_cache()
+    one_by_one = torch.cat([target.forward(text[:, i : i + 1], cache).logits_BTV for i in range(12)], dim=1)
+    torch.testing.assert_close(target.forward(text).logits_BTV, one_by_one, atol=1e-4, rtol=1e-4)
+
+
+def _make_fastest(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the timing say that one kernel takes half the time of the others."""
+
+    def pretend(trials: list, row_counts: list[int]) -> None:
+        for trial, num_rows in itertools.product(trials, row_counts):
+            trial.seconds[num_rows] = 0.5 if trial.kernel.name == name else 1.0
+
+    monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
