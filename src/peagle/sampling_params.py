@@ -27,6 +27,12 @@ class SamplingParams:
     """end at any of these tokens, besides the target's own end tokens"""
     ignore_eos: bool = False
     """go on past the target's end tokens"""
+    n: int = 1
+    """answers to give; answer i is drawn with seed + i"""
+    logprobs: int | None = None
+    """report the log-probability of each token and of so many of the likeliest ones; None reports none"""
+    num_draft_tokens: int | None = None
+    """draft tokens a step; None: the engine's number, 0: no drafts for this request"""
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:
@@ -40,6 +46,9 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         require(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         require(all(self.stop), "stop", "a list of non-empty strings")
+        require(self.n >= 1, "n", "at least 1")
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20, or None")
+        require(self.num_draft_tokens is None or self.num_draft_tokens >= 0, "num_draft_tokens", "0 or more, or None")
 
     @property
     def is_greedy(self) -> bool:

@@ -56,6 +56,11 @@ def chat_template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else _sha256(template)
 
 
+def detokenize(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+    """The text of a finished token sequence, without special tokens."""
+    return _decode(tokenizer, list(token_ids), skip_special_tokens=True)
+
+
 class IncrementalDetokenizer:
     """Text of a growing token sequence, without ever giving out half a character.
 

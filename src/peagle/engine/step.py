@@ -100,7 +100,7 @@ class Chunks(NamedTuple):
     first_write_C: Tensor
     """tokens of a lower index have their keys in a shared page already"""
     is_last_C: Tensor
-    """whether the chunk ends its text, so that a token is to be chosen after it"""
+    """1 or 0: whether the chunk ends its text, so that a token is to be chosen after it"""
 
 
 class Decoded(NamedTuple):
@@ -159,6 +159,12 @@ class Step:
             )
             self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
         return Decoded(emitted_BL1, logits_NV)
+
+    def verify(self, rows_B: Tensor) -> Decoded:
+        """A decode step without its draft, for measuring what each half costs."""
+        token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
+        logits_NV, _ = self.target.forward(token_ids_N, position_N, self.target_memory, paged_rows, None)
+        return Decoded(self._accept(rows_B, token_ids_N, logits_NV)[0], logits_NV)
 
     def _lay_out(self, rows_B: Tensor) -> tuple[Tensor, Tensor, PagedRows]:
         """The tokens that verify runs, newest and drafts of every row, their positions, and where they stand."""
@@ -244,7 +250,7 @@ class Step:
         state = self.state
         next_C1 = self._choose(logits_CV, chunks.row_C, end_C)
         # A chunk that is not its text's last leaves no trace in the row.
-        rows_C = chunks.row_C.masked_fill(~chunks.is_last_C, state.nobody)
+        rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.nobody)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.nobody, 0))
         return rows_C, next_C1, torch.cat([torch.ones_like(next_C1), next_C1], dim=1)
 
@@ -257,7 +263,7 @@ class Step:
         """
         assert self.drafter is not None, "only called with one"
         table_CP = self.state.page_table[chunks.row_C]
-        is_open_N = chunks.is_last_C[chunks.chunk_N] & (index_N == end_C[chunks.chunk_N] - 1)
+        is_open_N = (chunks.is_last_C[chunks.chunk_N] != 0) & (index_N == end_C[chunks.chunk_N] - 1)
         is_shared_N = index_N + 1 < chunks.first_write_C[chunks.chunk_N]
         cell_N = self._cells(table_CP[chunks.chunk_N], index_N[:, None] + 1).flatten()
         cell_N = cell_N.masked_fill(is_open_N | is_shared_N, WASTE_PAGE)

@@ -62,11 +62,9 @@ def join_linears(module: nn.Module) -> int:
     num_joined = 0
     for parent in list(module.modules()):
         for names in SIBLINGS:
-            parts = [getattr(parent, name, None) for name in names]
-            if not all(type(part) is nn.Linear for part in parts):
-                continue
-            has_bias = parts[0].bias is not None
-            if len({part.in_features for part in parts}) > 1 or any((p.bias is not None) != has_bias for p in parts):
+            parts = [part for name in names if type(part := getattr(parent, name, None)) is nn.Linear]
+            kinds = {(part.in_features, part.bias is None) for part in parts}
+            if len(parts) < len(names) or len(kinds) > 1:
                 continue
             joined = Joined(parts)
             for index, name in enumerate(names):

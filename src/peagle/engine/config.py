@@ -1,0 +1,68 @@
+"""Settings of an engine, as the user gives them and as they are resolved for a target and a device."""
+
+from dataclasses import dataclass
+
+from peagle.errors import ConfigError
+
+GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
+GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
+MAX_CHUNKS = 64
+"""Chunks of a prefill pass, the last of which holds the padding."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much an engine serves at once, and how. None means: chosen for the device, and logged."""
+
+    max_batch: int | None = None
+    """requests that run at the same time; by default 256 on a GPU, 16 on a CPU"""
+    max_length: int | None = None
+    """most tokens of one text, prompt and answer; by default the target's limit, or 8192 (4096 on a CPU) if lower"""
+    page_size: int = 32
+    """tokens a page of key-value memory holds"""
+    num_pages: int | None = None
+    """pages of key-value memory; by default as many as `memory_share` pays for and requests can use"""
+    memory_share: float = 0.9
+    """share of the free GPU memory to take for pages; on a CPU a quarter of it is taken of all memory"""
+    prefill_tokens: int = 2048
+    """most prompt tokens run in one step beside the decoding requests"""
+    reuse_prefixes: bool = True
+    """keep the pages of earlier texts and take them over where a prompt begins alike"""
+    compile: bool | None = None
+    """compile the layers; by default on a GPU"""
+    capture: bool | None = None
+    """record each step as a CUDA graph; by default on a GPU"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length", "page_size", "num_pages", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                f"max_length must be at least 2, got {self.max_length}", hint="one token of prompt and one of answer"
+            )
+
+
+def decode_buckets(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes worth a graph of their own: a batch runs in the next larger one.
+
+    >>> decode_buckets(100)
+    (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < max_batch:
+        sizes += [sizes[-1] * 2, sizes[-1] * 3]
+    return (*(size for size in sorted(set(sizes)) if size < max_batch), max_batch)
+
+
+def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
+    """(tokens, chunks) of prefill passes: a plan runs in the first that holds it.
+
+    >>> prefill_buckets(2048)
+    ((128, 4), (512, 16), (2048, 64))
+    """
+    sizes = sorted({max(prefill_tokens // 16, 1), max(prefill_tokens // 4, 1), prefill_tokens})
+    return tuple((size, max(4, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)

@@ -1,0 +1,354 @@
+"""The engine: requests in, answers out, one step after another.
+
+`step` plans, launches, and reads what the launch before has emitted, so that on a GPU the host's work falls into the
+time the device is busy with the next step. It is not thread-safe; `AsyncEngine` gives it a thread of its own.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+
+from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.reference import check_prompt
+from peagle.decoding.stopping import FinishReason, StopCheck
+from peagle.drafter.model import Drafter
+from peagle.engine.config import (
+    CPU_MAX_BATCH,
+    CPU_MAX_LENGTH,
+    GPU_MAX_BATCH,
+    GPU_MAX_LENGTH,
+    MAX_CHUNKS,
+    EngineConfig,
+)
+from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, TokenLogprobs, Update
+from peagle.engine.pages import PagePool
+from peagle.engine.request import Request
+from peagle.engine.runner import Emission, Launch, Progress, Runner
+from peagle.engine.scheduler import Scheduler, SchedulerConfig
+from peagle.errors import ConfigError, RequestError
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+from peagle.tokenizer import IncrementalDetokenizer, detokenize
+
+log = logging.getLogger(__name__)
+
+OnUpdate = Callable[[Update], None]
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer of a request while it grows: the scheduler's request, and what the engine keeps beside it."""
+
+    group: "Group"
+    index: int
+    request: Request
+    stop_ids: frozenset[int]
+    stop_check: StopCheck | None
+    """follows the text, where somebody reads along or stop strings are looked for; else None"""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    """for each verified draft, how many of its tokens were emitted"""
+    finish_reason: FinishReason | None = None
+    is_done: bool = False
+
+
+@dataclass(eq=False)
+class Group:
+    """A caller's request: one answer, or several to the same prompt."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    arrived: float
+    on_update: OnUpdate | None
+    answers: list[Answer] = field(default_factory=list)
+    first_token_at: float | None = None
+
+
+class Engine:
+    """Continuous batching over one target and at most one drafter."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int = 0,
+        config: EngineConfig | None = None,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        config = config or EngineConfig()
+        self.target, self.drafter = target, drafter
+        self.num_draft_tokens = _check_drafts(drafter, num_draft_tokens)
+        is_gpu = target.device.type == "cuda"
+        max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
+        self.max_length = _check_max_length(config, target, is_gpu)
+        self.runner = Runner(target, drafter, self.num_draft_tokens, config, max_batch, self.max_length, progress)
+        pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
+        limits = SchedulerConfig(
+            max_batch, self.max_length, config.prefill_tokens, MAX_CHUNKS - 1, has_drafter=drafter is not None
+        )
+        self.scheduler = Scheduler(limits, pages)
+        self._groups: dict[str, Group] = {}
+        self._answers: dict[Request, Answer] = {}
+        self._launches: deque[Launch] = deque()
+        self._num_added = 0
+        self._stats = EngineStats(accepted_per_position=[0] * self.num_draft_tokens)
+        self._finished: list[RequestOutput] = []
+
+    def close(self) -> None:
+        """Drop every request and give the models and the memory back. The engine is of no use afterwards."""
+        for request_id in list(self._groups):
+            self.abort(request_id)
+        self._launches.clear()
+        self.runner.close()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups or self._launches)
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        on_update: OnUpdate | None = None,
+    ) -> str:
+        """Queue a request and return its id; one that can never be served is refused here.
+
+        `on_update` is called from `step` with what each step brings.
+        """
+        params = params or SamplingParams()
+        check_prompt(self.target, prompt_ids)
+        if request_id is None:
+            request_id = f"request-{self._num_added}"
+        if request_id in self._groups:
+            raise RequestError(f"request {request_id!r} is already being served", hint="give each an id of its own")
+        self._num_added += 1
+        num_draft_tokens = self._drafts_for(params)
+        group = Group(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update)
+        for index in range(params.n):
+            own = replace(params, n=1, seed=(params.seed + index) % 2**63)
+            name = request_id if params.n == 1 else f"{request_id}/{index}"
+            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length)
+            self.scheduler.add(request)  # refuses the first of them or none: they are all alike
+            answer = Answer(group, index, request, self._stop_ids(own), self._stop_check(own, request, on_update))
+            group.answers.append(answer)
+            self._answers[request] = answer
+        self._groups[request_id] = group
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; False if there is none of that id."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return False
+        for answer in group.answers:
+            if not answer.is_done:
+                self.scheduler.abort(answer.request.request_id)
+                self._answers.pop(answer.request, None)
+        self._stats.num_aborted += 1
+        return True
+
+    def _drafts_for(self, params: SamplingParams) -> int:
+        wanted = params.num_draft_tokens
+        if wanted is None:
+            return self.num_draft_tokens
+        if wanted > self.num_draft_tokens:
+            raise RequestError(
+                f"num_draft_tokens must be at most the engine's {self.num_draft_tokens}, got {wanted}",
+                hint="start the engine with more, or leave it out",
+            )
+        return wanted
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_token_ids)
+
+    def _stop_check(self, params: SamplingParams, request: Request, on_update: OnUpdate | None) -> StopCheck | None:
+        if on_update is None and not params.stop:
+            return None
+        detokenizer = IncrementalDetokenizer(self.target.tokenizer)
+        return StopCheck(params, detokenizer, self.target.eos_token_ids, request.prompt_length, request.max_length)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next iteration and take in the results of the one before; the requests that finished by it."""
+        plan = self.scheduler.plan()
+        if not plan.is_empty:
+            self._stats.num_steps += 1
+            self._stats.num_prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
+            self._stats.num_preemptions += len(plan.preempted)
+            self._launches.append(self.runner.launch(plan))
+        depth = 1 if self.runner.is_asynchronous and not plan.is_empty else 0
+        while len(self._launches) > depth:
+            launch = self._launches.popleft()
+            for emission in launch.collect():
+                self._take_in(emission)
+            self._stats.device_seconds += launch.device_seconds() or 0.0
+        if not self.has_work:
+            self.check_integrity()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def check_integrity(self) -> None:
+        """Raise if pages, rows and requests contradict each other. Runs by itself whenever the engine is idle."""
+        self.scheduler.check_integrity()
+
+    def _take_in(self, emission: Emission) -> None:
+        request = emission.request
+        if request.epoch != emission.epoch:
+            return  # aborted, finished or preempted since: what it would have got is void
+        answer = self._answers[request]
+        tokens = emission.token_ids
+        if answer.stop_check is None:
+            num_kept, finish_reason = _end(tokens, answer.stop_ids, request)
+            texts: list[str] = []
+        else:
+            num_kept, finish_reason, texts = _follow(tokens, answer.stop_check)
+        kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
+        if emission.num_drafts:
+            self._count_draft(answer, min(len(tokens) - 1, num_kept))
+        if answer.group.first_token_at is None:
+            answer.group.first_token_at = time.perf_counter()
+        self._stats.num_output_tokens += num_kept
+        if request.params.logprobs is not None and emission.logprobs is not None:
+            answer.logprobs += emission.logprobs[:num_kept]
+        self.scheduler.committed(request, kept)
+        if answer.group.on_update is not None:
+            self._tell(answer, emission, kept, texts, finish_reason)
+        elif texts:
+            answer.texts += texts
+        if finish_reason is not None:
+            self._finish(answer, finish_reason)
+
+    def _count_draft(self, answer: Answer, num_accepted: int) -> None:
+        answer.accepted.append(num_accepted)
+        self._stats.num_drafts += 1
+        for position in range(num_accepted):
+            self._stats.accepted_per_position[position] += 1
+
+    def _tell(
+        self,
+        answer: Answer,
+        emission: Emission,
+        kept: list[int],
+        texts: list[str],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        answer.texts += texts
+        logprobs = None if emission.logprobs is None else tuple(emission.logprobs[: len(kept)])
+        num_accepted = min(len(emission.token_ids) - 1, len(kept)) if emission.num_drafts else 0
+        update = Update(
+            answer.group.request_id,
+            answer.index,
+            tuple(kept),
+            tuple(texts),
+            num_accepted,
+            emission.num_drafts,
+            logprobs,
+            finish_reason,
+        )
+        assert answer.group.on_update is not None, "only told to those who listen"
+        answer.group.on_update(update)
+
+    def _finish(self, answer: Answer, finish_reason: FinishReason) -> None:
+        group, request = answer.group, answer.request
+        self.scheduler.finish(request)
+        del self._answers[request]
+        answer.is_done, answer.finish_reason = True, finish_reason
+        if not all(other.is_done for other in group.answers):
+            return
+        del self._groups[group.request_id]
+        self._stats.num_finished += 1
+        self._stats.num_cached_tokens += sum(each.request.num_cached_tokens for each in group.answers)
+        self._finished.append(self._output(group))
+
+    def _output(self, group: Group) -> RequestOutput:
+        accepted = [count for answer in group.answers for count in answer.accepted]
+        metrics = RequestMetrics(
+            group.arrived,
+            group.first_token_at,
+            time.perf_counter(),
+            Acceptance.of(accepted, self.num_draft_tokens),
+            sum(answer.request.num_cached_tokens for answer in group.answers),
+            sum(answer.request.num_preemptions for answer in group.answers),
+        )
+        completions = tuple(self._completion(answer) for answer in group.answers)
+        return RequestOutput(group.request_id, group.prompt_ids, completions, metrics)
+
+    def _completion(self, answer: Answer) -> Completion:
+        token_ids = answer.request.answer_ids
+        if answer.stop_check is not None:
+            text = "".join(answer.texts)
+        else:
+            shown = token_ids[:-1] if token_ids and token_ids[-1] in answer.stop_ids else token_ids
+            text = detokenize(self.target.tokenizer, shown)
+        logprobs = None if answer.request.params.logprobs is None else tuple(answer.logprobs)
+        return Completion(answer.index, text, tuple(token_ids), answer.finish_reason, logprobs)
+
+    def stats(self) -> EngineStats:
+        """Counts so far, as a copy."""
+        pages = self.scheduler.pages
+        return replace(
+            self._stats,
+            accepted_per_position=list(self._stats.accepted_per_position),
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_pages=pages.capacity,
+            num_pages_used=pages.num_used,
+        )
+
+
+def _end(tokens: list[int], stop_ids: frozenset[int], request: Request) -> tuple[int, FinishReason | None]:
+    """How many of the new tokens belong to the answer, and why it ends with them, if it does."""
+    room = request.max_length - len(request.token_ids)
+    for index, token in enumerate(tokens[:room]):
+        if token in stop_ids:
+            return index + 1, "stop"
+    return (room, "length") if len(tokens) >= room else (len(tokens), None)
+
+
+def _follow(tokens: list[int], stop_check: StopCheck) -> tuple[int, FinishReason | None, list[str]]:
+    texts: list[str] = []
+    for index, token in enumerate(tokens):
+        text, finish_reason = stop_check.add(token)
+        texts.append(text)
+        if finish_reason is not None:
+            return index + 1, finish_reason, texts
+    return len(tokens), None, texts
+
+
+def _check_drafts(drafter: Drafter | None, num_draft_tokens: int) -> int:
+    if num_draft_tokens < 0:
+        raise ConfigError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
+    if drafter is None:
+        if num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens is {num_draft_tokens}, but there is no drafter",
+                hint="give a drafter, or leave num_draft_tokens out",
+            )
+        return 0
+    if num_draft_tokens == 0:
+        raise ConfigError(
+            "num_draft_tokens is 0, but a drafter is given", hint="leave the drafter out, or use at least 1"
+        )
+    drafter.check_num_draft_tokens(num_draft_tokens)
+    return num_draft_tokens
+
+
+def _check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> int:
+    if config.max_length is None:
+        return min(target.max_length, GPU_MAX_LENGTH if is_gpu else CPU_MAX_LENGTH)
+    if config.max_length > target.max_length:
+        raise ConfigError(
+            f"max_length is {config.max_length}, but target {target.name!r} holds {target.max_length} tokens",
+            hint=f"use at most {target.max_length}",
+        )
+    return config.max_length

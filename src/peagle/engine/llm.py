@@ -1,0 +1,165 @@
+"""`peagle.LLM`: a target, its drafter and an engine in one object, for programs that hand over prompts and wait.
+
+llm = peagle.LLM()                                  # the embedded target with the drafter that ships for it
+outputs = llm.generate(["Once upon a time"], peagle.SamplingParams(max_tokens=64))
+print(outputs[0].text)
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from peagle.drafter.checkpoint import load_drafter
+from peagle.drafter.model import Drafter
+from peagle.engine.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import RequestOutput
+from peagle.engine.runner import Progress, StepTimes
+from peagle.errors import ConfigError, RequestError, nearest
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+from peagle.targets.load import load_target
+from peagle.tokenizer import render_chat
+
+log = logging.getLogger(__name__)
+
+NUM_DRAFT_TOKENS = 7
+"""Draft tokens a step where the user gives no number: what served the embedded target best."""
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Answers prompts, many at a time. It owns the engine; `close` (or `with`) gives its memory back."""
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | HFTarget | None = None,
+        drafter: str | os.PathLike[str] | Drafter | Literal["auto"] | None = "auto",
+        num_draft_tokens: int | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        allow_mismatch: bool = False,
+        progress: Progress = lambda *_: None,
+        **settings: Any,
+    ) -> None:
+        """Load what is not loaded yet and start the engine.
+
+        `drafter` "auto" takes the one that ships for the target, if there is one; None decodes plainly. `settings`
+        are those of `EngineConfig`.
+        """
+        known = EngineConfig.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, known))
+        config = EngineConfig(**settings)
+        if not isinstance(target, HFTarget):
+            target = load_target(target, dtype=dtype, device=device)
+        if num_draft_tokens == 0:
+            if drafter not in ("auto", None):
+                raise ConfigError("num_draft_tokens is 0, but a drafter is given", hint="leave one of them out")
+            drafter = None
+        if drafter == "auto":
+            drafter = None if target.shipped_drafter is None else target.shipped_drafter
+            if drafter is None and num_draft_tokens is not None:
+                raise ConfigError(f"no drafter ships for {target.name!r}", hint="give one, or train one: peagle train")
+        if drafter is not None and not isinstance(drafter, Drafter):
+            drafter = load_drafter(os.fspath(drafter), target, allow_mismatch=allow_mismatch)
+        self.target, self.drafter = target, drafter
+        if drafter is not None and num_draft_tokens is None:
+            num_draft_tokens = default_num_draft_tokens(drafter)
+        self.engine = Engine(target, drafter, num_draft_tokens or 0, config, progress)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.target.tokenizer
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts, given as text or as token ids; one output for each, in their order."""
+        rendered = [self._token_ids(prompt) for prompt in _as_list(prompts)]
+        return self._run(rendered, params)
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, each a list of {"role", "content"}, through the target's chat template."""
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        several: list[Any] = [conversations] if is_one else list(conversations)
+        rendered = [render_chat(self.tokenizer, list(messages)) for messages in several]
+        return self._run(rendered, params)
+
+    def step_times(self, batch: int) -> StepTimes | None:
+        """What one decode step of `batch` requests takes on the device, and its halves; None on a CPU."""
+        return self.engine.runner.step_times(batch)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        return list(prompt)
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        each = list(_params_of(prompts, params))
+        ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for prompt_ids, own in zip(prompts, each, strict=True):
+                ids.append(self.engine.add(prompt_ids, own))
+            while len(outputs) < len(ids):
+                outputs |= {output.request_id: output for output in self.engine.step()}
+        finally:
+            # An interrupt or a refused prompt leaves nothing behind.
+            for request_id in ids:
+                if request_id not in outputs:
+                    self.engine.abort(request_id)
+            while self.engine.has_work:
+                self.engine.step()
+        return [outputs[request_id] for request_id in ids]
+
+
+def default_num_draft_tokens(drafter: Drafter) -> int:
+    """The usual number of draft tokens, or the most the drafter was trained for."""
+    limit = drafter.config.num_draft_tokens
+    if limit is None or limit >= NUM_DRAFT_TOKENS:
+        return NUM_DRAFT_TOKENS
+    log.info("num_draft_tokens %d: the drafter was trained for no more", limit)
+    return limit
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_of(
+    prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Iterator[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        yield from [params or SamplingParams()] * len(prompts)
+        return
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"there are {len(prompts)} prompts and {len(params)} sampling parameters",
+            hint="give one for all, or one for each",
+        )
+    yield from params

@@ -1,0 +1,459 @@
+"""Runs plans on the device: uploads what changed, replays a captured step, and brings back what was emitted.
+
+On a GPU every shape is a CUDA graph, recorded at start-up, and `launch` returns before the device has finished: the
+host reads a launch's results while the next one runs. On a CPU `launch` does the work.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
+from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
+from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
+from peagle.engine.outputs import TokenLogprobs
+from peagle.engine.request import Request
+from peagle.engine.scheduler import Plan
+from peagle.engine.step import Chunks, Decoded, RowState, Step
+from peagle.errors import CapacityError
+from peagle.kernels.joined_linear import join_linears, part_linears
+from peagle.targets.hf import HFTarget
+from peagle.targets.paged import Compile, LayerShape, PagedTarget
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being prepared, how many parts are done, and of how many."""
+
+
+class Emission(NamedTuple):
+    """What one pass emitted for one request, void if the request's epoch is another by now."""
+
+    request: Request
+    epoch: int
+    token_ids: list[int]
+    num_drafts: int
+    """draft tokens that were verified; 0 for prefill and plain decoding"""
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclass
+class Launch:
+    """A plan on its way. `collect` waits for it and tells what it emitted, prefill first."""
+
+    passes: "list[Pass]"
+    done: Any
+    started: Any = None
+
+    def collect(self) -> list[Emission]:
+        if self.done is not None:
+            self.done.synchronize()
+        return [emission for each in self.passes for emission in each.emissions()]
+
+    def device_seconds(self) -> float | None:
+        """How long the device worked on it; None on a CPU. Only after `collect`."""
+        return None if self.started is None else self.started.elapsed_time(self.done) / 1000
+
+
+@dataclass
+class Pass:
+    """One pass of a launch: whose rows it ran, and where its results will be."""
+
+    requests: list[Request]
+    epochs: list[int]
+    emitted: Tensor
+    is_decode: bool
+    logprobs: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def emissions(self) -> Iterator[Emission]:
+        rows = self.emitted.tolist()
+        for index, (request, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
+            count, *tokens = rows[index]
+            logprobs = self._logprobs(index, count) if index in self.logprobs else None
+            num_drafts = request.num_draft_tokens if self.is_decode else 0
+            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs)
+
+    def _logprobs(self, index: int, count: int) -> list[TokenLogprobs]:
+        chosen, values, ids = (part[:count].tolist() for part in self.logprobs[index])
+        return [
+            TokenLogprobs(own, dict(zip(top_ids, top, strict=True)))
+            for own, top, top_ids in zip(chosen, values, ids, strict=True)
+        ]
+
+
+class StepTimes(NamedTuple):
+    """Seconds on the device of one decode step, and of its two halves."""
+
+    step: float
+    verify: float
+    draft: float
+
+
+@dataclass(frozen=True)
+class Captures:
+    """What start-up cost: graphs recorded, seconds, and bytes of device memory they hold."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+class Runner:
+    """Owns the device's side of an engine: pages, rows, graphs. Serves one engine."""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        drafter: Drafter | None,
+        num_draft_tokens: int,
+        config: EngineConfig,
+        max_batch: int,
+        max_length: int,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
+        self.config, self.max_batch = config, max_batch
+        self.device = target.device
+        is_gpu = self.device.type == "cuda"
+        self.captures_graphs = is_gpu if config.capture is None else config.capture
+        self.is_asynchronous = is_gpu
+        compiles = is_gpu if config.compile is None else config.compile
+        compile: Compile | None = _compile if compiles else None
+        self._restore: list[Callable[[], object]] = []
+        try:
+            if is_gpu:
+                self._join_linears()
+            self.paged_target = PagedTarget(target, compile)
+            self._restore.append(self.paged_target.close)
+            self._compile_drafter(compile)
+            self.kv_cache = self._make_kv_cache(max_length)
+            pages_a_text = -(-(max_length + 2 * num_draft_tokens) // config.page_size)
+            self.state = RowState.empty(max_batch, pages_a_text, num_draft_tokens, self.device)
+            self.rows = HostRows(max_batch, pages_a_text)
+            self.step = Step(
+                self.paged_target,
+                drafter,
+                num_draft_tokens,
+                self.state,
+                self.kv_cache.target_memory,
+                self.kv_cache.drafter_memory,
+                target.max_length - 1,
+                compile,
+            )
+            self._uploads = _Uploads(self.device)
+            self._decode_rows: list[int] = []
+            self._decode_graphs: dict[int, tuple[Tensor, Callable[[], Decoded]]] = {}
+            self._prefill_graphs: dict[tuple[int, int], tuple[Tensor, Callable[[], Decoded]]] = {}
+            self.captures = self._capture_all(progress) if self.captures_graphs else Captures(0, 0.0, 0)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise CapacityError(
+                    f"the GPU ran out of memory while the engine started: {str(error).splitlines()[0]}",
+                    hint="lower memory_share, max_batch or prefill_tokens",
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Give the models back as they were, and the memory of pages and graphs."""
+        for restore in reversed(self._restore):
+            restore()
+        self._restore = []
+        for name in ("kv_cache", "step", "_decode_graphs", "_prefill_graphs"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    # Running plans ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, plan: Plan) -> Launch:
+        """Run a plan's chunks, then its decode pass; on a GPU without waiting for either."""
+        started = done = None
+        self._upload(plan)
+        if self.is_asynchronous:
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
+        passes = []
+        if plan.chunks:
+            passes.append(self._prefill(plan))
+        if plan.decodes:
+            passes.append(self._decode(plan.decodes))
+        if self.is_asynchronous:
+            done = torch.cuda.Event(enable_timing=True)
+            done.record()
+        return Launch(passes, done, started)
+
+    def _upload(self, plan: Plan) -> None:
+        """Send the rows of new requests and the page tables that changed."""
+        for chunk in plan.chunks:
+            self.rows.settle(chunk.request)
+            self.rows.place(chunk.request)
+        for request in plan.grown:
+            if request.is_running:
+                self.rows.place(request)
+        if plan.chunks:
+            for name in ("max_draft", "seed", "temperature", "top_k", "top_p", "min_p"):
+                self._uploads.send(getattr(self.rows, name), getattr(self.state, name))
+        if plan.chunks or plan.grown:
+            self._uploads.send(self.rows.page_table, self.state.page_table)
+
+    def _prefill(self, plan: Plan) -> Pass:
+        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        bucket = self._prefill_bucket(num_tokens, len(plan.chunks) + 1)
+        packed = np.empty(packed_size(*bucket), np.int64)
+        pack_chunks(plan.chunks, self.state.nobody, *bucket, packed)
+        if self.captures_graphs:
+            device_packed, replay = self._prefill_graphs[bucket]
+            self._uploads.send(packed, device_packed)
+            decoded = replay()
+        else:
+            decoded = self.step.prefill(_chunks(torch.from_numpy(packed).to(self.device), bucket))
+        last = [(index, chunk.request) for index, chunk in enumerate(plan.chunks) if chunk.is_last]
+        emitted = self._uploads.fetch(decoded.emitted_BL1[: len(plan.chunks)])
+        if len(last) < len(plan.chunks):
+            emitted = _Selected(emitted, [index for index, _ in last])  # type: ignore[assignment]
+        result = Pass([request for _, request in last], [request.epoch for _, request in last], emitted, False)
+        self._add_logprobs(result, decoded, [index for index, _ in last], 1)
+        return result
+
+    def _prefill_bucket(self, num_tokens: int, num_chunks: int) -> tuple[int, int]:
+        if not self.captures_graphs:
+            return num_tokens, num_chunks
+        return next(
+            (tokens, chunks)
+            for tokens, chunks in prefill_buckets(self.config.prefill_tokens)
+            if num_tokens <= tokens and num_chunks <= chunks
+        )
+
+    def _decode(self, requests: Sequence[Request]) -> Pass:
+        rows = [request.row for request in requests]
+        if self.captures_graphs:
+            size = next(size for size in self._decode_graphs if size >= len(rows))
+            device_rows, replay = self._decode_graphs[size]
+            padded = rows + [self.state.nobody] * (size - len(rows))
+            if padded != self._decode_rows:
+                self._uploads.send(np.array(padded, np.int64), device_rows)
+                self._decode_rows = padded  # type: ignore[assignment]
+            decoded = replay()
+        else:
+            decoded = self.step.decode(torch.tensor(rows, device=self.device))
+        emitted = self._uploads.fetch(decoded.emitted_BL1[: len(rows)])
+        result = Pass(list(requests), [request.epoch for request in requests], emitted, True)
+        self._add_logprobs(result, decoded, list(range(len(rows))), self.num_draft_tokens + 1)
+        return result
+
+    def _add_logprobs(self, result: Pass, decoded: Decoded, places: list[int], num_rows: int) -> None:
+        """For requests that ask for them: log-probabilities of what was emitted and of the likeliest tokens."""
+        for index, (request, place) in enumerate(zip(result.requests, places, strict=True)):
+            if request.params.logprobs is None:
+                continue
+            logits_LV = decoded.logits_NV[place * num_rows : (place + 1) * num_rows].float()
+            logprobs_LV = logits_LV.log_softmax(-1)
+            chosen_L1 = decoded.emitted_BL1[place, 1:, None]
+            top = logprobs_LV.topk(request.params.logprobs, dim=-1)
+            result.logprobs[index] = tuple(
+                part.to("cpu") for part in (logprobs_LV.gather(1, chosen_L1)[:, 0], top.values, top.indices)
+            )  # type: ignore[assignment]
+
+    # Start-up ---------------------------------------------------------------------------------------------------------
+
+    def _join_linears(self) -> None:
+        for model in (self.target.model, self.drafter):
+            if model is not None:
+                join_linears(model)
+                self._restore.append(lambda model=model: part_linears(model))  # type: ignore[misc]
+
+    def _compile_drafter(self, compile: Compile | None) -> None:
+        if compile is None or self.drafter is None:
+            return
+        forward = compile(type(self.drafter.layers[0]).forward)
+        for layer in self.drafter.layers:
+            layer.forward = _bound(forward, layer)
+            self._restore.append(lambda layer=layer: layer.__dict__.pop("forward", None))  # type: ignore[misc]
+
+    def _make_kv_cache(self, max_length: int) -> KVCache:
+        drafter_layers: tuple[LayerShape, ...] = ()
+        if self.drafter is not None:
+            shape = LayerShape(self.drafter.config.num_kv_heads, self.drafter.config.head_dim)
+            drafter_layers = (shape,) * self.drafter.config.num_layers
+        layers = self.paged_target.layers
+        config, dtype = self.config, self.target.dtype
+        num_pages = choose_num_pages(
+            config,
+            page_bytes(layers + drafter_layers, config.page_size, dtype),
+            free_bytes(self.device) - self._activation_bytes(),
+            -(-(max_length + 2 * self.num_draft_tokens) // config.page_size),
+            self.max_batch,
+        )
+        return make_kv_cache(layers, drafter_layers, num_pages, config.page_size, dtype, self.device)
+
+    def _activation_bytes(self) -> int:
+        """Room for what a pass computes on the way: the logits, in float32 at worst, and some layers' worth of rows."""
+        if self.device.type != "cuda":
+            return 0
+        num_logits = max(self.max_batch * (self.num_draft_tokens + 1), 64)
+        num_rows = max(self.config.prefill_tokens, 2 * num_logits)
+        intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
+        width = 8 * self.target.hidden_size + 4 * intermediate
+        return 6 * num_logits * self.target.vocab_size + 4 * num_rows * width + 2**30
+
+    @torch.no_grad()
+    def _capture_all(self, progress: Progress) -> Captures:
+        """Record every shape, the largest first, so that the others fit into the memory it needed."""
+        started, free = time.perf_counter(), free_bytes(self.device)
+        decode_sizes = decode_buckets(self.max_batch)[::-1]
+        prefill_sizes = prefill_buckets(self.config.prefill_tokens)[::-1]
+        total, pool = len(decode_sizes) + len(prefill_sizes), torch.cuda.graph_pool_handle()
+        for num_done, bucket in enumerate(prefill_sizes):
+            progress(f"prefill of {bucket[0]} tokens", num_done, total)
+            packed = np.empty(packed_size(*bucket), np.int64)
+            pack_chunks((), self.state.nobody, *bucket, packed)
+            device_packed = torch.from_numpy(packed).to(self.device)
+            chunks = _chunks(device_packed, bucket)
+            self._prefill_graphs[bucket] = device_packed, _record(lambda c=chunks: self.step.prefill(c), pool)  # type: ignore[misc]
+        graphs = {}
+        for num_done, size in enumerate(decode_sizes, start=len(prefill_sizes)):
+            progress(f"decoding {size} requests", num_done, total)
+            rows = torch.full((size,), self.state.nobody, device=self.device)
+            graphs[size] = rows, _record(lambda r=rows: self.step.decode(r), pool)  # type: ignore[misc]
+        self._decode_graphs = dict(sorted(graphs.items()))
+        progress("ready", total, total)
+        captures = Captures(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
+        log.info("%d graphs in %.1f s, %.2f GiB", total, captures.seconds, captures.num_bytes / 2**30)
+        return captures
+
+    @torch.no_grad()
+    def step_times(self, batch: int, length: int = 256, repeats: int = 30) -> StepTimes | None:
+        """Replay the step at a batch size over texts of `length`, whole and without its draft; None on a CPU.
+
+        Only while nothing runs: it writes to rows and pages.
+        """
+        if not self.captures_graphs:
+            return None
+        size = next(size for size in self._decode_graphs if size >= batch)
+        rows, replay = self._decode_graphs[size]
+        saved = rows.clone(), self.state.page_table.clone()
+        rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
+        num_columns = self.state.page_table.shape[1] - 1
+        pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (self.kv_cache.num_pages - 1)
+        self.state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
+        length = max(1, min(length, num_columns * self.config.page_size - (repeats + 2) * (self.num_draft_tokens + 1)))
+        step = self._seconds(replay, length, repeats)
+        verify = step
+        if self.drafter is not None:
+            verify = self._seconds(
+                _record(lambda: self.step.verify(rows), torch.cuda.graph_pool_handle()), length, repeats
+            )
+        rows.copy_(saved[0])
+        self.state.page_table.copy_(saved[1])
+        self._decode_rows = []
+        return StepTimes(step, verify, step - verify)
+
+    def _seconds(self, replay: Callable[[], Any], length: int, repeats: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            self.state.length.fill_(length)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(repeats):
+                replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000 / repeats)
+        self.state.length.zero_()
+        return best
+
+
+class _Uploads:
+    """Copies between numpy and the device. On a GPU through pinned memory, so that nothing waits.
+
+    Each destination has two pinned buffers in turn: by the time the first is written again, the launch that read it
+    has been collected.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._pinned: dict[int, list[Tensor]] = {}
+
+    def send(self, source: np.ndarray, destination: Tensor) -> None:
+        if not self._is_gpu:
+            destination.copy_(torch.from_numpy(source))
+            return
+        ring = self._pinned.get(destination.data_ptr())
+        if ring is None:
+            ring = [torch.empty(destination.shape, dtype=destination.dtype, pin_memory=True) for _ in range(2)]
+            self._pinned[destination.data_ptr()] = ring
+        ring.reverse()
+        np.copyto(ring[0].numpy(), source)
+        destination.copy_(ring[0], non_blocking=True)
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """A host tensor that will hold `source` once the launch is done."""
+        if not self._is_gpu:
+            return source
+        result = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return result.copy_(source, non_blocking=True)
+
+
+class _Selected:
+    """Some rows of a host tensor that is not there yet."""
+
+    def __init__(self, tensor: Tensor, indexes: list[int]) -> None:
+        self.tensor, self.indexes = tensor, indexes
+
+    def tolist(self) -> list[list[int]]:
+        rows = self.tensor.tolist()
+        return [rows[index] for index in self.indexes]
+
+
+def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(module, *args, **kwargs)
+
+
+def _chunks(packed: Tensor, bucket: tuple[int, int]) -> Chunks:
+    return Chunks(*(packed[part] for part in split_packed(*bucket)))
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any batch size at once. Variants of one function (0, 1 or more rows, kinds of layers) are few."""
+    return torch.compile(function, dynamic=True)
+
+
+@contextmanager
+def _compiler_settings() -> Iterator[None]:
+    with (
+        torch._dynamo.config.patch(recompile_limit=64),
+        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
+            use_duck_shape=False
+        ),
+    ):
+        yield
+
+
+def _record(run: Callable[[], Decoded], pool: Any) -> Callable[[], Decoded]:
+    """Record `run` as a CUDA graph, after running it twice: the first compiles, the second finds everything there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), _compiler_settings():
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with _compiler_settings(), torch.cuda.graph(graph, pool=pool):
+        decoded = run()
+
+    def replay() -> Decoded:
+        graph.replay()
+        return decoded
+
+    return replay
