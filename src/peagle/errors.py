@@ -7,6 +7,7 @@
     |-- DataError           a prompt or conversation file
     |-- RequestError        one request: its prompt or its sampling parameters
     |-- CapacityError       more than the machine or the model can hold
+    |-- EngineDeadError     an engine that was closed, or that an error of its own has ended
     `-- MissingExtraError   an optional dependency that is not installed
 
 The message says what is wrong, the value, and what is allowed; the hint says the remedy. The command line prints
@@ -51,6 +52,10 @@ class RequestError(PeagleError, ValueError):
 
 class CapacityError(PeagleError):
     pass
+
+
+class EngineDeadError(PeagleError):
+    """The engine serves nobody any more. If it was not closed, what ended it is the cause."""
 
 
 class MissingExtraError(PeagleError, ImportError):

@@ -238,3 +238,37 @@ def test_depth_beyond_training_is_refused_with_a_hint(target: HFTarget, drafter:
 def test_impossible_prompts_are_refused_before_anything_runs(target: HFTarget, prompt: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         decode(target, prompt, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(n=2), "this decoder gives one answer, got n = 2"),
+        (SamplingParams(logprobs=0), "this decoder reports no log-probabilities, got logprobs = 0"),
+    ],
+)
+def test_what_only_the_engine_gives_is_refused_by_name(target: HFTarget, params: SamplingParams, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        decode(target, [5], params)
+    assert "peagle.LLM" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "num_drafts"), [(None, 5, 5), (2, 5, 2), (0, 5, 0), (5, 5, 5), (4, 0, 4), (None, 0, 0)]
+)
+def test_a_number_of_draft_tokens_in_the_parameters_takes_the_place_of_the_other(
+    target: HFTarget, drafter: Drafter, asked: int | None, given: int, num_drafts: int
+) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, num_draft_tokens=asked)
+    steps = list(decode(target, PROMPTS[0], params, drafter=drafter, num_draft_tokens=given))
+    assert {len(step.draft_token_ids) for step in steps[1:]} == {num_drafts}
+
+
+def test_more_draft_tokens_than_there_can_be_are_refused(target: HFTarget, drafter: Drafter) -> None:
+    params = SamplingParams(num_draft_tokens=4)
+    with pytest.raises(RequestError, match="num_draft_tokens is 4, but there is no drafter"):
+        decode(target, [5], params)
+    with pytest.raises(RequestError, match="at most 3, got 4"):
+        decode(target, [5], params, drafter=drafter, num_draft_tokens=3)
+    with pytest.raises(ConfigError, match="between 1 and 6, the depth it was trained for, got 7"):
+        decode(target, [5], replace(params, num_draft_tokens=7), drafter=drafter)

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -17,35 +17,28 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.bench.acceptance import Divergence, first_divergence
-from peagle.cli.arguments import (
-    DrafterArguments,
-    DrafterOptions,
-    TargetArguments,
-    TargetOptions,
-    choose_num_draft_tokens,
-    parse,
-)
+from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.decoding.reference import Step
     from peagle.drafter.model import Drafter
+    from peagle.engine.engine import Engine
+    from peagle.engine.llm import LLM
+    from peagle.engine.outputs import TokenLogprobs, Update
     from peagle.targets.hf import HFTarget
 
 STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta"}
+WARMUP_TOKENS = 16
+"""Answer length before anything is timed: a few steps with drafts, in which all that happens once has happened."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """what to ask"""
-    num_draft_tokens: int | None = None
-    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer; 0: no drafter"""
     compare: bool = False
     """answer twice, plainly and with drafts, and compare speed and text"""
-    sample_drafts: bool = False
-    """with a temperature: draw the drafts instead of taking the likeliest; the answer's distribution is the same"""
     raw: bool = False
     """continue the prompt as it is, without the chat template"""
     system: str | None = None
@@ -59,44 +52,59 @@ class Arguments:
 
 @dataclass
 class Answer:
-    """One decoding of the prompt, timed."""
+    """One answer to the prompt; there are several with `--n`."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    logprobs: "tuple[TokenLogprobs, ...] | None"
+
+
+@dataclass
+class Run:
+    """The prompt answered once by one method, timed."""
 
     method: str
-    token_ids: list[int]
-    text: str
-    seconds: float
+    answers: list[Answer]
     acceptance_length: float
-    finish_reason: str | None
+    seconds: float
+    """from the request to the last token"""
+    time_to_first_token: float
+    """the same to the end of the first step, which reads the prompt"""
+    num_first_tokens: int
+    """what that step emitted"""
 
     @property
-    def tokens_per_second(self) -> float:
-        return len(self.token_ids) / self.seconds
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding alone, without the first step; None for answers that ended with it."""
+        num_later = self.num_tokens - self.num_first_tokens
+        return num_later / (self.seconds - self.time_to_first_token) if num_later else None
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "generate", argv)
     check(arguments)
+    num_draft_tokens = arguments.sampling.num_draft_tokens
     with Console(stderr=True).status("loading the target and its drafter (the first time also converts the target)"):
         target = arguments.target.load()
-        drafter = arguments.drafter.load(target) if arguments.num_draft_tokens != 0 else None
-    prompt_ids = render(target, arguments)
-    num_draft_tokens = 0
-    if drafter is not None:
-        num_draft_tokens = choose_num_draft_tokens(arguments.num_draft_tokens, drafter)
+        drafter = arguments.drafter.load(target) if num_draft_tokens != 0 else None
+    if drafter is not None and num_draft_tokens is not None:
         drafter.check_num_draft_tokens(num_draft_tokens)
-    answers = []
-    if arguments.compare or drafter is None:
-        answers.append(answer(target, prompt_ids, arguments, None, 0))
-    if drafter is not None:
-        answers.append(answer(target, prompt_ids, arguments, drafter, num_draft_tokens))
+    prompt_ids = render(target, arguments)
+    drafters = [None, drafter] if arguments.compare else [drafter]
+    runs = [run(target, each, prompt_ids, arguments) for each in drafters]
     divergence = None
     if arguments.compare:
-        plain, drafted = (each.token_ids for each in answers)
-        divergence = first_divergence(target, prompt_ids, plain, drafted, arguments.sampling)
+        divergence = divergence_of(target, prompt_ids, *runs, arguments.sampling)
     if arguments.json:
-        print(json.dumps(report(answers, divergence)))
+        print(json.dumps(report(runs, divergence)))
     elif arguments.compare:
-        Console().print(comparison(answers))
+        Console().print(comparison(*runs))
         if divergence is not None:
             Console().print(explanation(divergence, str(target.dtype).removeprefix("torch.")), soft_wrap=True)
     return 0
@@ -106,16 +114,10 @@ def check(arguments: Arguments) -> None:
     """Refuse options that contradict each other, before anything is loaded."""
     if not arguments.prompt.strip():
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
-    if arguments.num_draft_tokens is not None and arguments.num_draft_tokens < 0:
-        raise ConfigError(
-            f"num_draft_tokens must be at least 0, got {arguments.num_draft_tokens}",
-            hint="0 decodes without a drafter; leave it out for the usual number",
-        )
-    if arguments.num_draft_tokens == 0 and (arguments.compare or arguments.sample_drafts):
-        flag = "--compare" if arguments.compare else "--sample-drafts"
-        raise ConfigError(f"{flag} needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
-    if arguments.sample_drafts and arguments.sampling.is_greedy:
-        raise ConfigError("--sample-drafts needs a temperature above 0, got 0", hint="add --temperature 1")
+    if arguments.sampling.num_draft_tokens == 0 and arguments.compare:
+        raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
+    if arguments.sampling.logprobs is not None and not arguments.json:
+        raise ConfigError("--logprobs are reported in the JSON document only", hint="add --json")
     if arguments.raw and arguments.system is not None:
         raise ConfigError(
             f"--raw uses no chat template, so the system message {arguments.system!r} has no place",
@@ -136,70 +138,160 @@ def render(target: "HFTarget", arguments: Arguments) -> list[int]:
     return prompt_ids
 
 
+def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], arguments: Arguments) -> Run:
+    """Start an engine that is just large enough, answer the prompt on it, and close it."""
+    params = arguments.sampling
+    if drafter is None:
+        params = replace(params, num_draft_tokens=None)
+    with start(target, drafter, len(prompt_ids), params) as llm:
+        engine = llm.engine
+        method = "plain"
+        if llm.drafter is not None:
+            method = f"{llm.drafter.config.method}, K = {engine.num_draft_tokens}"
+        if arguments.compare or arguments.json:
+            warm_up(engine, prompt_ids, params)
+        return answer(engine, prompt_ids, params, method, display(method, arguments))
+
+
+def start(target: "HFTarget", drafter: "Drafter | None", prompt_length: int, params: SamplingParams) -> "LLM":
+    from peagle.engine.llm import LLM
+
+    with Console(stderr=True).status("starting the engine") as status:
+        return LLM(
+            target,
+            drafter,
+            params.num_draft_tokens,
+            max_batch=params.n,
+            max_length=min(prompt_length + params.max_tokens, target.max_length),
+            reuse_prefixes=params.n > 1,  # several answers share the prompt; one must not find the warm-up's
+            progress=lambda what, done, total: status.update(f"starting the engine: {what} ({done} of {total})"),
+        )
+
+
+def warm_up(engine: "Engine", prompt_ids: list[int], params: SamplingParams) -> None:
+    """A short answer to a text of the prompt's length, so that what only the first one pays for is not timed."""
+    max_tokens = min(WARMUP_TOKENS, params.max_tokens)
+    engine.add(prompt_ids[::-1], replace(params, max_tokens=max_tokens, stop=(), ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+
+
 def answer(
-    target: "HFTarget",
-    prompt_ids: list[int],
-    arguments: Arguments,
-    drafter: "Drafter | None",
-    num_draft_tokens: int,
-) -> Answer:
-    """Decode once, streaming unless JSON was asked for."""
-    from peagle.decoding.acceptance import Acceptance
-    from peagle.decoding.reference import decode
-
-    method = f"{drafter.config.method}, K = {num_draft_tokens}" if drafter is not None else "plain"
-    console = Console(quiet=arguments.json, highlight=False, soft_wrap=True)
-    if arguments.compare:
-        console.print(Text(f"--- {method}", style="bold"))
-    steps = decode(
-        target,
-        prompt_ids,
-        arguments.sampling,
-        drafter=drafter,
-        num_draft_tokens=num_draft_tokens,
-        sample_drafts=arguments.sample_drafts,
-    )
+    engine: "Engine", prompt_ids: list[int], params: SamplingParams, method: str, shown: "Display | None"
+) -> Run:
+    updates: list[Update] = []
     started = time.perf_counter()
-    done = list(stream(steps, console))
-    seconds = time.perf_counter() - started
-    drafted = [step.num_accepted_emitted for step in done if step.draft_token_ids]
-    return Answer(
-        method=method,
-        token_ids=[token for step in done for token in step.token_ids],
-        text="".join(step.text for step in done),
-        seconds=seconds,
-        acceptance_length=Acceptance.of(drafted, num_draft_tokens).acceptance_length,
-        finish_reason=done[-1].finish_reason,
-    )
+    engine.add(prompt_ids, params, on_update=updates.append)
+    num_seen = num_first_tokens = 0
+    first = seconds = 0.0
+    while engine.has_work:
+        for output in engine.step():
+            finished, seconds = output, time.perf_counter() - started
+        if updates and not num_first_tokens:
+            first = time.perf_counter() - started
+            num_first_tokens = sum(len(update.token_ids) for update in updates)
+        for update in updates[num_seen:] if shown is not None else ():
+            shown.add(update)
+        num_seen = len(updates)
+    answers = [
+        Answer(each.index, each.token_ids, each.text, each.finish_reason, each.logprobs) for each in finished.outputs
+    ]
+    acceptance_length = finished.metrics.acceptance.acceptance_length
+    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens)
 
 
-def stream(steps: "Iterator[Step]", console: Console) -> "Iterator[Step]":
-    """Print each step's text as it comes: on a terminal each token in the color of its kind, else the bare text."""
-    for step in steps:
-        if console.is_terminal:
-            for text, kind in zip(step.texts, step.kinds, strict=True):
-                console.print(Text(text, style=STYLES.get(kind, "")), end="")
-        elif not console.quiet:  # rich would turn tabs into spaces and drop control characters
-            sys.stdout.write(step.text)
+def display(method: str, arguments: Arguments) -> "Display | None":
+    """Where to stream to: stdout, with headings where there is more than one answer to tell apart."""
+    if arguments.json:
+        return None
+    names = [method] if arguments.compare else []
+    total = arguments.sampling.n
+    several = [f"answer {index + 1} of {total}" if total > 1 else "" for index in range(total)]
+    return Display([", ".join(filter(None, [*names, each])) for each in several])
+
+
+class Display:
+    """Prints answers in their order: the first while it grows, each further one when those before it have ended."""
+
+    def __init__(self, headings: list[str]) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._headings = headings
+        self._updates: list[list[Update]] = [[] for _ in headings]
+        self._index = 0
+        self._open()
+
+    def add(self, update: "Update") -> None:
+        self._updates[update.index].append(update)
+        while self._index < len(self._updates):
+            ready = self._updates[self._index]
+            self._updates[self._index] = []
+            for each in ready:
+                self._write(each)
+            if not ready or ready[-1].finish_reason is None:
+                return
+            self._console.print()
+            self._index += 1
+            self._open()
+
+    def _open(self) -> None:
+        if self._index < len(self._headings) and self._headings[self._index]:
+            self._console.print(Text(f"--- {self._headings[self._index]}", style="bold"))
+
+    def _write(self, update: "Update") -> None:
+        """On a terminal each token in the color of its kind, else the bare text."""
+        if self._console.is_terminal:
+            colored = Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in zip(update.texts, kinds(update))))
+            self._console.print(colored, end="")
+        else:  # rich would turn tabs into spaces and drop control characters
+            sys.stdout.write(update.text)
             sys.stdout.flush()
-        yield step
-    console.print()
 
 
-def comparison(answers: list[Answer]) -> Table:
-    plain, drafted = answers
-    is_same = plain.token_ids == drafted.token_ids
+def kinds(update: "Update") -> Iterator[str]:
+    """What each token of an update is: a draft token that was kept, or how the target supplied it."""
+    for index in range(len(update.token_ids)):
+        if index < update.num_accepted:
+            yield "accepted"
+        elif not update.num_drafts:
+            yield "plain"
+        else:
+            yield "bonus" if update.num_accepted == update.num_drafts else "recovered"
+
+
+def divergence_of(
+    target: "HFTarget", prompt_ids: list[int], plain: Run, drafted: Run, params: SamplingParams
+) -> Divergence | None:
+    """Where the first of the answers that differ leaves the plain one."""
+    for ours, theirs in zip(plain.answers, drafted.answers, strict=True):
+        found = first_divergence(target, prompt_ids, ours.token_ids, theirs.token_ids, params)
+        if found is not None:
+            return found
+    return None
+
+
+def comparison(plain: Run, drafted: Run) -> Table:
+    ids = [[each.token_ids for each in run.answers] for run in (plain, drafted)]
+    colors = ", ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items())
+    in_all = (drafted.num_tokens / drafted.seconds) / (plain.num_tokens / plain.seconds)
+    speed_up = f"speed-up {in_all:.2f}x in all"
+    if plain.tokens_per_second and drafted.tokens_per_second:
+        speed_up = f"speed-up {drafted.tokens_per_second / plain.tokens_per_second:.2f}x decoding, {in_all:.2f}x in all"
     table = Table(
-        title="the two answers are identical" if is_same else "the two answers DIFFER",
-        caption="colors: "
-        + ", ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items())
-        + f" | speed-up {drafted.tokens_per_second / plain.tokens_per_second:.2f}x",
+        title=f"the {'two answers' if len(plain.answers) == 1 else 'answers of the two'} "
+        + ("are identical" if ids[0] == ids[1] else "DIFFER"),
+        caption=f"colors: {colors} | {speed_up}",
     )
-    for heading in ("decoding", "tokens", "tokens/s", "acceptance length"):
+    for heading in ("decoding", "tokens", "first token", "in all", "tokens/s", "acceptance length"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right")
-    for each in answers:
+    for each in (plain, drafted):
+        speed = each.tokens_per_second
         table.add_row(
-            each.method, str(len(each.token_ids)), f"{each.tokens_per_second:.1f}", f"{each.acceptance_length:.2f}"
+            each.method,
+            str(each.num_tokens),
+            f"{each.time_to_first_token:.2f} s",
+            f"{each.seconds:.2f} s",
+            "-" if speed is None else f"{speed:.1f}",
+            f"{each.acceptance_length:.2f}",
         )
     return table
 
@@ -208,7 +300,7 @@ def explanation(divergence: Divergence, dtype: str) -> str:
     """Where two answers part, and for greedy ones how close a call it was for the target itself."""
     where = f"They part at token {divergence.token}"
     if divergence.target_gap is None:
-        return f"{where}. Sampled answers part where the drafts are sampled too, or where rounding moves a draw."
+        return f"{where}. Sampled answers part where rounding moves a draw."
     apart = f"{where}, where the logits of the target's own two best tokens are {divergence.target_gap:.4f} apart"
     if not divergence.is_near_tie:
         return f"{apart}, too far for rounding in {dtype} to explain it. Please report this."
@@ -216,11 +308,34 @@ def explanation(divergence: Divergence, dtype: str) -> str:
     return f"{apart}: in {dtype} the order of summation decides such a near tie.{advice}"
 
 
-def report(answers: list[Answer], divergence: Divergence | None) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "answers": [vars(each) | {"tokens_per_second": round(each.tokens_per_second, 2)} for each in answers]
-    }
-    if len(answers) == 2:
+def report(runs: list[Run], divergence: Divergence | None) -> dict[str, Any]:
+    """One entry for each answer, with the times of the run it came from."""
+    document: dict[str, Any] = {"answers": [entry(run, answer) for run in runs for answer in run.answers]}
+    if len(runs) == 2:
         document["identical_to_plain"] = divergence is None
-        document["divergence"] = None if divergence is None else vars(divergence)
+        document["divergence"] = None if divergence is None else asdict(divergence)
     return document
+
+
+def entry(run: Run, answer: Answer) -> dict[str, Any]:
+    speed = run.tokens_per_second
+    result: dict[str, Any] = {
+        "method": run.method,
+        "index": answer.index,
+        "token_ids": list(answer.token_ids),
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "acceptance_length": run.acceptance_length,
+        "seconds": run.seconds,
+        "time_to_first_token": run.time_to_first_token,
+        "tokens_per_second": None if speed is None else round(speed, 2),
+    }
+    if answer.logprobs is not None:
+        result["logprobs"] = [
+            {
+                "logprob": each.logprob,
+                "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in each.top.items()],
+            }
+            for each in answer.logprobs
+        ]
+    return result

@@ -75,10 +75,12 @@ def decode(
 ) -> Iterator[Step]:
     """Answer one prompt, a step at a time; closing the iterator ends the request.
 
-    Without a drafter, or with `num_draft_tokens` 0, every step emits one token. `sample_drafts` draws the drafts from
-    the drafter's distribution instead of taking its likeliest tokens; the answer's distribution is the same.
+    Without a drafter, or with `num_draft_tokens` 0, every step emits one token; a number in `params` takes the place
+    of `num_draft_tokens`. `sample_drafts` draws the drafts from the drafter's distribution instead of taking its
+    likeliest tokens; the answer's distribution is the same.
     """
     check_prompt(target, prompt_ids)
+    num_draft_tokens = _check_params(params, drafter, num_draft_tokens)
     request = _Request(target, list(prompt_ids), params, sample_drafts and not params.is_greedy)
     if drafter is None or num_draft_tokens == 0:
         return request.run(None, 0)
@@ -97,6 +99,26 @@ def check_prompt(target: "HFTarget", prompt_ids: Sequence[int]) -> None:
         )
     if max(prompt_ids) >= target.vocab_size or min(prompt_ids) < 0:
         raise RequestError(f"prompt token ids must lie between 0 and {target.vocab_size - 1}")
+
+
+def _check_params(params: SamplingParams, drafter: StartsDrafting | None, num_draft_tokens: int) -> int:
+    """Refuse what only the engine gives; the number of draft tokens that counts."""
+    if params.n > 1:
+        raise RequestError(f"this decoder gives one answer, got n = {params.n}", hint="peagle.LLM gives several")
+    if params.logprobs is not None:
+        raise RequestError(
+            f"this decoder reports no log-probabilities, got logprobs = {params.logprobs}", hint="peagle.LLM does"
+        )
+    wanted = params.num_draft_tokens
+    if wanted is None:
+        return num_draft_tokens
+    if wanted and drafter is None:
+        raise RequestError(f"num_draft_tokens is {wanted}, but there is no drafter", hint="give one, or leave it out")
+    if wanted > num_draft_tokens > 0:  # as an engine that was started with fewer would
+        raise RequestError(
+            f"num_draft_tokens must be at most {num_draft_tokens}, got {wanted}", hint="decode with more, or ask for fewer"
+        )
+    return wanted
 
 
 class _Request:

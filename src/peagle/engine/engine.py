@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
@@ -28,7 +27,7 @@ from peagle.engine.pages import PagePool
 from peagle.engine.request import Request
 from peagle.engine.runner import Emission, Launch, Progress, Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
-from peagle.errors import ConfigError, RequestError
+from peagle.errors import ConfigError, EngineDeadError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer, detokenize
@@ -83,6 +82,9 @@ class Engine:
         config = config or EngineConfig()
         self.target, self.drafter = target, drafter
         self.num_draft_tokens = _check_drafts(drafter, num_draft_tokens)
+        target.check_not_lent()
+        if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
+            target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for the target since
         is_gpu = target.device.type == "cuda"
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         self.max_length = _check_max_length(config, target, is_gpu)
@@ -96,11 +98,13 @@ class Engine:
         self._answers: dict[Request, Answer] = {}
         self._launches: deque[Launch] = deque()
         self._num_added = 0
+        self._is_closed = False
         self._stats = EngineStats(accepted_per_position=[0] * self.num_draft_tokens)
         self._finished: list[RequestOutput] = []
 
     def close(self) -> None:
-        """Drop every request and give the models and the memory back. The engine is of no use afterwards."""
+        """Drop every request and give the models and the memory back. The engine refuses requests afterwards."""
+        self._is_closed = True
         for request_id in list(self._groups):
             self.abort(request_id)
         self._launches.clear()
@@ -122,8 +126,11 @@ class Engine:
     ) -> str:
         """Queue a request and return its id; one that can never be served is refused here.
 
-        `on_update` is called from `step` with what each step brings.
+        `on_update` is called from `step` with what each step brings, and from `abort` with an update that ends each
+        unfinished answer. It must not raise.
         """
+        if self._is_closed:
+            raise EngineDeadError("the engine has been closed", hint="start a new one")
         params = params or SamplingParams()
         check_prompt(self.target, prompt_ids)
         if request_id is None:
@@ -137,7 +144,13 @@ class Engine:
             own = replace(params, n=1, seed=(params.seed + index) % 2**63)
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length)
-            self.scheduler.add(request)  # refuses the first of them or none: they are all alike
+            try:
+                self.scheduler.add(request)
+            except BaseException:
+                for answer in group.answers:
+                    self.scheduler.abort(answer.request.request_id)
+                    del self._answers[answer.request]
+                raise
             answer = Answer(group, index, request, self._stop_ids(own), self._stop_check(own, request, on_update))
             group.answers.append(answer)
             self._answers[request] = answer
@@ -149,12 +162,27 @@ class Engine:
         group = self._groups.pop(request_id, None)
         if group is None:
             return False
-        for answer in group.answers:
-            if not answer.is_done:
-                self.scheduler.abort(answer.request.request_id)
-                self._answers.pop(answer.request, None)
+        open_answers = [answer for answer in group.answers if not answer.is_done]
+        for answer in open_answers:
+            self.scheduler.abort(answer.request.request_id)
+            self._answers.pop(answer.request, None)
         self._stats.num_aborted += 1
+        if group.on_update is not None:
+            for answer in open_answers:
+                group.on_update(Update(request_id, answer.index, (), (), 0, 0, None, "abort"))
         return True
+
+    def reset(self) -> None:
+        """Drop every request and every page that might be reused, whatever state they are in.
+
+        For after an interrupt, which may have come between any two changes of the books. Nobody is told.
+        """
+        old = self.scheduler
+        pages = PagePool(self.runner.kv_cache.num_pages, self.runner.config.page_size, old.pages.reuse)
+        self.scheduler = Scheduler(old.config, pages)
+        self._groups, self._answers, self._finished = {}, {}, []
+        self._launches.clear()
+        self.runner.recover()
 
     def _drafts_for(self, params: SamplingParams) -> int:
         wanted = params.num_draft_tokens

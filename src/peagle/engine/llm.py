@@ -16,7 +16,7 @@ from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
 from peagle.engine.runner import Progress, StepTimes
-from peagle.errors import ConfigError, RequestError, nearest
+from peagle.errors import ConfigError, PeagleError, RequestError, nearest
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
@@ -124,15 +124,15 @@ class LLM:
         try:
             for prompt_ids, own in zip(prompts, each, strict=True):
                 ids.append(self.engine.add(prompt_ids, own))
-            while len(outputs) < len(ids):
-                outputs |= {output.request_id: output for output in self.engine.step()}
-        finally:
-            # An interrupt or a refused prompt leaves nothing behind.
-            for request_id in ids:
-                if request_id not in outputs:
-                    self.engine.abort(request_id)
             while self.engine.has_work:
-                self.engine.step()
+                outputs |= {output.request_id: output for output in self.engine.step()}
+        except PeagleError:
+            for request_id in ids:  # a refused prompt leaves none of the others behind
+                self.engine.abort(request_id)
+            raise
+        except BaseException:
+            self.engine.reset()
+            raise
         return [outputs[request_id] for request_id in ids]
 
 

@@ -1,10 +1,13 @@
 """What an engine gives back: answers, how they came about, and counts over everything it served."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.stopping import FinishReason
+
+EndReason = FinishReason | Literal["abort"]
+"""Why an answer ends: of its own accord ("stop"), at a limit ("length"), or because somebody ended it ("abort")."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -23,7 +26,6 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
-    """None while the answer is not finished, and for one that was aborted"""
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
@@ -68,7 +70,8 @@ class Update:
     num_drafts: int
     """draft tokens that were verified; 0 for prefill and plain decoding"""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
+    """set in the answer's last update; the last one of an aborted answer is "abort" and has no tokens"""
 
     @property
     def text(self) -> str:

@@ -119,6 +119,7 @@ class Runner:
         max_length: int,
         progress: Progress = lambda *_: None,
     ) -> None:
+        target.check_not_lent()  # before any of it is touched: undoing that would undo the other engine's work
         self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
         self.config, self.max_batch = config, max_batch
         self.device = target.device
@@ -172,6 +173,12 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+    def recover(self) -> None:
+        """After an interrupt at an unknown place: wait for the device, and take nothing it was told for granted."""
+        self._decode_rows = []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # Running plans ----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ class Joined:
     def __init__(self, parts: list[nn.Linear]) -> None:
         self.sizes = [part.out_features for part in parts]
         self.weight = torch.cat([part.weight for part in parts])
-        self.bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
+        has_bias = any(name == "bias" for part in parts for name, _ in part.named_parameters())
+        self.bias = torch.cat([part.bias for part in parts]) if has_bias else None
         self.forget()
 
     def forget(self) -> None:

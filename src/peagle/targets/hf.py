@@ -50,6 +50,8 @@ class HFTarget:
         self._taps: list[Any] = []
         self._captured: dict[int, Tensor] = {}
         self.aux_layer_ids: tuple[int, ...] = ()
+        self.is_lent = False
+        """an engine has changed the model for its own use; it sets this and gives the model back when it is closed"""
         self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
         self.tap(self.default_aux_layer_ids if aux_layer_ids is None else aux_layer_ids)
 
@@ -105,9 +107,16 @@ class HFTarget:
         return DynamicCache()
 
     def forward(self, token_ids_BT: Tensor, cache: TargetCache | None = None) -> TargetOutput:
+        self.check_not_lent()
         with torch.no_grad():
             output = self.model(input_ids=token_ids_BT, past_key_values=cache, use_cache=cache is not None)
             return TargetOutput(output.logits, self.captured_aux())
+
+    def check_not_lent(self) -> None:
+        if self.is_lent:
+            raise TargetError(
+                f"target {self.name!r} is in use by an engine", hint="close that engine first, or load the target again"
+            )
 
     def captured_aux(self) -> Tensor:
         """The aux states of the model's last call, concatenated, [B, T, A]."""

@@ -61,6 +61,8 @@ class PagedTarget:
         AttentionMaskInterface.register(PAGED, _no_mask)
         AttentionInterface.register(PROBE, _attend_probe)
         AttentionMaskInterface.register(PROBE, _no_mask)
+        target.check_not_lent()
+        target.is_lent = True
         self._earlier_attention: str = target.model.config._attn_implementation
         try:
             self.layers = self._probe()
@@ -76,6 +78,7 @@ class PagedTarget:
         for module in self._parts():
             module.__dict__.pop("forward", None)
         self._memory = []
+        self.target.is_lent = False
 
     def new_memory(self, num_pages: int, page_size: int) -> Memory:
         """Empty pages for every layer. Zeros, so that rows nobody reads cannot spread what is not a number."""
