@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when a kernel is decorated, its
+    # own library's among them, so it is set before anything imports triton.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The tests' models are so small that handing work to a second thread costs more than it saves.
 torch.set_num_threads(1)
 

@@ -37,6 +37,7 @@ TORCH_FREE_ROWS = {6, 5, 1, 0}
 TORCH_FREE_MODULES = {
     "peagle",
     "peagle.drafter.config",
+    "peagle.engine.draft_cost",
     "peagle.engine.pages",
     "peagle.engine.request",
     "peagle.engine.scheduler",

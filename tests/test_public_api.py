@@ -10,17 +10,21 @@ from peagle.errors import PeagleError
 
 
 def test_exported_names_are_sorted() -> None:
-    assert peagle.__all__ == sorted(peagle.__all__)
+    assert peagle.__all__ == sorted(peagle.__all__, key=lambda name: (not name.isupper(), name)), "as ruff sorts them"
 
 
 def test_exported_names_are_complete() -> None:
     assert set(peagle.__all__) == {*peagle._HOME_OF, "__version__"}
-    assert dir(peagle) == peagle.__all__
+    assert dir(peagle) == sorted(peagle.__all__)
 
 
 @pytest.mark.parametrize("name", peagle.__all__)
 def test_exported_name_resolves(name: str) -> None:
     assert getattr(peagle, name) is not None
+
+
+def test_the_engine_is_offered_at_the_top() -> None:
+    assert {"LLM", "AsyncEngine", "RequestOutput", "SamplingParams"} <= set(peagle.__all__)
 
 
 def test_exported_error_is_the_one_that_is_raised() -> None:

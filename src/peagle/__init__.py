@@ -1,8 +1,7 @@
 """peagle: train a P-EAGLE drafter for a causal LM and decode with it without changing one word of the answers.
 
-    target = peagle.load_target()
-    drafter = peagle.load_drafter(None, target)
-    for step in peagle.decode(target, prompt_ids, peagle.SamplingParams(), drafter=drafter, num_draft_tokens=4): ...
+    with peagle.LLM() as llm:  # the embedded target with the drafter that ships for it
+        print(llm.generate("Once upon a time", peagle.SamplingParams(max_tokens=64))[0].text)
 
 The names below are imported on first use, so that `import peagle` (and with it `peagle --help`) does not load torch.
 """
@@ -13,16 +12,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peagle.decoding.reference import decode
     from peagle.drafter.checkpoint import load_drafter
+    from peagle.engine.async_engine import AsyncEngine
+    from peagle.engine.llm import LLM
+    from peagle.engine.outputs import RequestOutput
     from peagle.errors import PeagleError
     from peagle.sampling_params import SamplingParams
     from peagle.targets.load import load_target
 
 __version__ = "0.1.0"
 
-__all__ = ["PeagleError", "SamplingParams", "__version__", "decode", "load_drafter", "load_target"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "PeagleError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "decode",
+    "load_drafter",
+    "load_target",
+]
 
 _HOME_OF = {
+    "LLM": "peagle.engine.llm",
+    "AsyncEngine": "peagle.engine.async_engine",
     "PeagleError": "peagle.errors",
+    "RequestOutput": "peagle.engine.outputs",
     "SamplingParams": "peagle.sampling_params",
     "decode": "peagle.decoding.reference",
     "load_drafter": "peagle.drafter.checkpoint",

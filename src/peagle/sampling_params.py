@@ -32,7 +32,7 @@ class SamplingParams:
     logprobs: int | None = None
     """report the log-probability of each token and of so many of the likeliest ones; None reports none"""
     num_draft_tokens: int | None = None
-    """draft tokens a step; None: the engine's number, 0: no drafts for this request"""
+    """draft tokens a step; 0 decodes without drafts, None takes the engine's number, which is also the most"""
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:

@@ -107,5 +107,5 @@ def test_nothing_is_compared_without_plain_decoding_or_with_samples(target):
 
 def test_the_report_counts_divergences_and_near_ties_among_them():
     found = (Divergence(0, 0.0, True), Divergence(1, 2.0, False))
-    report = result("none", 2, (0, [1]), comparison=Comparison(9, found)).report()
+    report = result("none", 2, (0, [1]), comparison=Comparison(9, found, 0.25)).report()
     assert (report["num_compared"], report["num_divergences"], report["num_divergences_at_near_ties"]) == (9, 2, 1)

@@ -39,6 +39,8 @@ class StandIn:
     num_output_tokens: int = 0
     is_closed: bool = False
     device_times: object = None
+    busy: float = 0.0
+    """the part of a step in which the device works"""
 
     @property
     def engine(self):
@@ -83,7 +85,11 @@ class StandIn:
         return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=request.tokens)], metrics=metrics)
 
     def stats(self):
-        return SimpleNamespace(num_prefill_tokens=self.num_prefill_tokens, num_output_tokens=self.num_output_tokens)
+        return SimpleNamespace(
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_output_tokens=self.num_output_tokens,
+            device_seconds=self.busy * self.now,
+        )
 
     def step_times(self, batch):
         return self.device_times
@@ -129,9 +135,10 @@ def test_an_answer_of_one_token_has_no_time_per_output_token():
 
 
 def test_the_warm_up_times_undisturbed_steps_and_reads_prompts_backwards():
-    llm = StandIn(device_times=SimpleNamespace(step=0.9, verify=0.6, draft=0.3))
+    llm = StandIn(device_times=SimpleNamespace(step=0.45, verify=0.3, draft=0.15), busy=0.9)
     split = warm_up(llm, PROMPTS, SamplingParams(max_tokens=256), 4, llm.clock)
-    assert (split.wall, split.device, split.verify, split.draft) == (1.0, 0.9, 0.6, 0.3)
+    found = (split.wall, split.device, split.verify, split.draft)
+    assert found == pytest.approx((1.0, 0.9, 0.6, 0.3)), "the device's own time, in the measured shares"
     assert split.host_gap == pytest.approx(0.1)
     assert llm.prompts == [[3, 2, 1], [5, 4], [9, 8, 7, 6], [3, 2, 1]]
     assert llm.num_output_tokens == 4 * 64

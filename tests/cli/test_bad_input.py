@@ -201,7 +201,9 @@ CASES = {
     f"{GENERATE} --temperature -1": "temperature must be 0 or more, got -1.0",
     f"{GENERATE} --top-p 2": "got 2.0",
     f"{GENERATE} --stop ''": "stop must be",
-    f"{GENERATE} --sample-drafts": "--sample-drafts needs a temperature above 0",
+    f"{GENERATE} --n 0": "n must be at least 1, got 0",
+    f"{GENERATE} --json --logprobs 21": "logprobs must be between 0 and 20, or None, got 21",
+    f"{GENERATE} --logprobs 2": "--logprobs are reported in the JSON document only",
     f"{GENERATE} --raw --system s": "the system message 's' has no place",
     f"{GENERATE} --device abacus": "unknown device 'abacus'",
     f"{EVAL} --limit 0": "limit must be at least 1, got 0",
@@ -254,6 +256,7 @@ def test_refused(in_world, world, line):
     ("line", "named"),
     [
         ("generate hi --bogus", "--bogus"),
+        ("generate hi --sample-drafts", "--sample-drafts"),
         ("eval --bogus", "--bogus"),
         ("bench --bogus", "--bogus"),
         ("bench --prompts rows.jsonl --concurrency 1,few", "few"),

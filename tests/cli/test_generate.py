@@ -1,11 +1,16 @@
 """`peagle generate`: what goes where, what the answer is, and what the options change."""
 
+import io
+import re
+
 import pytest
+from rich.console import Console
 
 from peagle.bench.acceptance import Divergence
-from peagle.cli.generate import explanation
+from peagle.cli.generate import WARMUP_TOKENS, Display, explanation, kinds
 from peagle.drafter.config import DrafterConfig
-from peagle.targets.hf import HFTarget
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import Update
 from peagle.targets.load import load_target
 from tiny import tiny_tokenizer
 
@@ -34,12 +39,21 @@ def test_the_answer_is_all_of_stdout_and_the_same_as_in_the_document(generate):
     assert len(answer["token_ids"]) == LENGTH and answer["finish_reason"] == "length"
     assert answer["method"] == "p-eagle, K = 4"
     assert answer["tokens_per_second"] > 0 and answer["acceptance_length"] >= 1
+    assert 0 < answer["time_to_first_token"] < answer["seconds"]
+    assert "logprobs" not in answer, "nobody asked"
     assert tiny_tokenizer().decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
 
 
-def test_the_usual_number_of_draft_tokens_is_lowered_to_what_the_drafter_knows_and_said(generate):
-    assert "num_draft_tokens 4: the drafter was trained for no more" in generate().err
+def test_a_number_of_draft_tokens_that_was_chosen_is_said(generate):
+    assert "num_draft_tokens 4: " in generate().err
     assert "num_draft_tokens" not in generate("--num-draft-tokens", 2).err
+
+
+def test_a_drafter_that_does_not_pay_here_is_left_out_and_the_table_says_so(generate, monkeypatch):
+    monkeypatch.setattr("peagle.engine.runner.calibrate", lambda *_: 0)
+    assert "plain, no drafts pay here" in generate("--compare").out
+    (answer,) = generate("--json").json["answers"]
+    assert (answer["method"], answer["acceptance_length"]) == ("plain, no drafts pay here", 1.0)
 
 
 def test_greedy_answers_with_and_without_drafts_are_identical(generate):
@@ -53,8 +67,104 @@ def test_greedy_answers_with_and_without_drafts_are_identical(generate):
 def test_comparison_shows_both_answers_and_a_table(generate):
     result = generate("--compare", "--num-draft-tokens", 3)
     assert "--- plain\n" in result.out and "--- p-eagle, K = 3\n" in result.out
-    assert "the two answers are identical" in result.out and "speed-up" in result.out
-    assert result.err == ""
+    assert "the two answers are identical" in result.out
+    assert re.search(r"speed-up [\d.]+x decoding, [\d.]+x in all", result.out)
+    for heading in ("first token", "in all", "tokens/s", "acceptance length"):
+        assert heading in result.out
+
+
+def test_an_answer_that_ends_in_its_first_step_has_no_decoding_speed(generate):
+    (answer,) = generate("--json", "--max-tokens", 1).json["answers"]
+    assert len(answer["token_ids"]) == 1 and answer["tokens_per_second"] is None
+    assert re.search(r"speed-up [\d.]+x in all", generate("--compare", "--max-tokens", 1).out)
+
+
+def test_each_engine_is_closed_and_warm_before_it_is_timed(generate, monkeypatch):
+    events = []
+    add, close = Engine.add, Engine.close
+
+    def spy_add(self, prompt_ids, params, **kwargs):
+        events.append((self.num_draft_tokens, params.max_tokens, list(prompt_ids)))
+        return add(self, prompt_ids, params, **kwargs)
+
+    monkeypatch.setattr(Engine, "add", spy_add)
+    monkeypatch.setattr(Engine, "close", lambda self: (events.append("closed"), close(self)))
+    generate("--compare", "--num-draft-tokens", 2)
+    prompt = events[1][2]
+    assert events == [
+        (0, WARMUP_TOKENS, prompt[::-1]),
+        (0, LENGTH, prompt),
+        "closed",
+        (2, WARMUP_TOKENS, prompt[::-1]),
+        (2, LENGTH, prompt),
+        "closed",
+    ]
+    events.clear()
+    generate()
+    assert [event[1] for event in events[:-1]] == [LENGTH], "nothing is timed, so nothing is warmed up"
+
+
+def test_the_engine_is_no_larger_than_the_answers_need(generate, monkeypatch):
+    made = []
+    init = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1])
+    generate("--n", 3, "--temperature", 1)
+    (engine,) = made
+    assert engine.scheduler.config.max_batch == 3
+    assert engine.max_length < 100
+
+
+def test_several_answers_come_one_after_the_other_under_headings(generate):
+    options = ("--n", 3, "--temperature", 1, "--seed", 5)
+    result, document = generate(*options), generate(*options, "--json").json
+    texts = [answer["text"] for answer in document["answers"]]
+    assert result.out == "".join(f"--- answer {i} of 3\n{text}\n" for i, text in enumerate(texts, start=1))
+    assert [answer["index"] for answer in document["answers"]] == [0, 1, 2] and len(set(texts)) == 3
+    alone = generate("--temperature", 1, "--seed", 6, "--json").json["answers"][0]
+    assert alone["token_ids"] == document["answers"][1]["token_ids"], "answer i is drawn with seed + i"
+
+
+def test_several_answers_can_be_compared(generate):
+    options = ("--compare", "--n", 2, "--temperature", 1)
+    document = generate(*options, "--json").json
+    assert document["identical_to_plain"] is True
+    methods = [(answer["method"], answer["index"]) for answer in document["answers"]]
+    assert methods == [("plain", 0), ("plain", 1), ("p-eagle, K = 4", 0), ("p-eagle, K = 4", 1)]
+    out = generate(*options).out
+    assert "--- p-eagle, K = 4, answer 2 of 2\n" in out and "the answers of the two are identical" in out
+
+
+def test_log_probabilities_are_in_the_document(generate):
+    (answer,) = generate("--json", "--logprobs", 3).json["answers"]
+    assert len(answer["logprobs"]) == LENGTH
+    for token_id, row in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        assert [each["logprob"] for each in row["top"]] == sorted((e["logprob"] for e in row["top"]), reverse=True)
+        assert row["top"][0] == {"token_id": token_id, "logprob": pytest.approx(row["logprob"])}, "greedy takes the top"
+        assert len(row["top"]) == 3 and row["logprob"] <= 0
+    (bare,) = generate("--json", "--logprobs", 0).json["answers"]
+    assert all(row["top"] == [] for row in bare["logprobs"])
+
+
+def update(num_accepted, num_drafts, texts="abc", **changes):
+    return Update("r", 0, tuple(range(len(texts))), tuple(texts), num_accepted, num_drafts, **changes)
+
+
+def test_tokens_are_told_apart_by_how_they_came_about():
+    assert list(kinds(update(0, 0, "a"))) == ["plain"]
+    assert list(kinds(update(2, 4))) == ["accepted", "accepted", "recovered"]
+    assert list(kinds(update(2, 2))) == ["accepted", "accepted", "bonus"]
+    assert list(kinds(update(3, 4))) == ["accepted"] * 3, "the answer ended inside the draft"
+    assert list(kinds(update(0, 4, "a"))) == ["recovered"]
+
+
+def test_a_terminal_shows_the_kinds_in_color(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(
+        "peagle.cli.generate.Console",
+        lambda **options: Console(file=written, force_terminal=True, color_system="standard", **options),
+    )
+    Display([""]).add(update(1, 3, "ab", finish_reason="length"))
+    assert written.getvalue() == "\x1b[32ma\x1b[0m\x1b[35mb\x1b[0m\n"
 
 
 def test_answers_that_differ_are_reported_with_the_place_and_the_gap(generate, monkeypatch):
@@ -79,7 +189,6 @@ def test_seeded_samples_repeat_and_do_not_depend_on_drafts(generate):
     first = token_ids(generate(*sampled))
     assert first == token_ids(generate(*sampled)) == token_ids(generate(*sampled, "--num-draft-tokens", 0))
     assert first != token_ids(generate("--temperature", 1, "--seed", 4, "--json"))
-    assert len(token_ids(generate(*sampled, "--sample-drafts"))) == LENGTH
 
 
 def test_stop_strings_end_the_answer_before_them(generate):
@@ -97,13 +206,13 @@ def test_stop_tokens_end_the_answer(generate):
 
 def test_raw_prompts_and_system_messages_change_what_the_target_reads(generate, monkeypatch):
     read = []
-    forward = HFTarget.forward
+    add = Engine.add
 
-    def spy(self, token_ids_BT, cache=None):
-        read.append(token_ids_BT[0].tolist())
-        return forward(self, token_ids_BT, cache)
+    def spy(self, prompt_ids, params, **kwargs):
+        read.append(prompt_ids)
+        return add(self, prompt_ids, params, **kwargs)
 
-    monkeypatch.setattr(HFTarget, "forward", spy)
+    monkeypatch.setattr(Engine, "add", spy)
 
     def prompt_text(*argv):
         read.clear()

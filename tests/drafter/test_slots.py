@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from passes import aux_of, inputs_of, serving_logits, training_logits
 from peagle.drafter import slots as slots_module
-from peagle.drafter.slots import PADDING, Slots, context_slots, serving_slots, slot_inputs, training_slots, visible
+from peagle.drafter.slots import (
+    PADDING,
+    Slots,
+    batch_serving_slots,
+    context_slots,
+    serving_slots,
+    slot_inputs,
+    training_slots,
+    visible,
+)
 from tiny import tiny_drafter, tiny_target
 
 DEPTHS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda rest: [max(rest[0], 1), *rest[1:]])
@@ -156,3 +165,23 @@ def test_dropping_depths_of_other_anchors_changes_no_remaining_slot() -> None:
     rows = {slot: row for row, slot in enumerate(listed(whole_slots))}
     for row, slot in enumerate(listed(sampled_slots)):
         assert torch.allclose(sampled[0, row], whole[0, rows[slot]], atol=1e-5), slot
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5),
+    spare=st.integers(0, 3),
+    num_draft_tokens=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_slots_of_a_batch_are_the_slots_of_each_request_and_padding_behind_them(
+    requests: list[tuple[int, int]], spare: int, num_draft_tokens: int
+) -> None:
+    first, counts = (torch.tensor(column) for column in zip(*requests, strict=True))
+    max_anchors = int(counts.max()) + spare
+    batch = batch_serving_slots(first, counts, max_anchors, num_draft_tokens)
+    assert batch.anchor_BS.shape == batch.depth_BS.shape == (len(requests), max_anchors + num_draft_tokens - 1)
+    for row, (first_anchor, num_anchors) in enumerate(requests):
+        alone = listed(serving_slots(first_anchor, num_anchors, num_draft_tokens))
+        assert listed(batch, row)[: len(alone)] == alone
+        assert all(depth == PADDING for _, depth in listed(batch, row)[len(alone) :])
+        assert all(first_anchor <= anchor < first_anchor + num_anchors for anchor, _ in listed(batch, row))

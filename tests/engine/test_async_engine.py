@@ -202,7 +202,7 @@ def test_a_waiting_request_can_be_aborted_too(engine: Engine) -> None:
         ([], SHORT, RequestError, "the prompt is empty"),
         ([999], SHORT, RequestError, "between 0 and 287"),
         ([5], replace(SHORT, num_draft_tokens=4), RequestError, "at most the engine's 3, got 4"),
-        (["word"], SHORT, TypeError, "not supported"),
+        (["word"], SHORT, RequestError, "a list of token ids"),
     ],
 )
 def test_a_refused_request_raises_in_its_own_stream_alone(

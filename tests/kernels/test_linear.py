@@ -23,6 +23,11 @@ from tiny import tiny_target
 ROW_COUNTS = (1, 2, 3, 5, 8, 16, 33, 100)
 
 
+@pytest.fixture(autouse=True)
+def no_weight_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.kernels.linear.MIN_BYTES", 1)
+
+
 def packed_or_skip(name: str, linear: nn.Linear) -> PackedLinear:
     if (reason := available_kernels(linear.weight)[name]) is not None:
         pytest.skip(f"{name}: {reason}")
@@ -90,11 +95,11 @@ def test_packing_keeps_parameters_names_results_and_the_way_back() -> None:
 def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _make_fastest(monkeypatch, "transposed")
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 32))
-    report = pack_linears(module, num_rows=4)
+    report = pack_linears(module, num_rows=4, kernels=("transposed",))
     assert report.num_packed == 3 and report.extra_bytes == 3 * 64 * 32 * 4
     assert [(choice.out_features, choice.in_features) for choice in report.choices] == [(32, 64), (64, 32)]
     line = report.lines()[0]
-    assert line.startswith("2 x linear 32x64: transposed (plain ") and "us for 4" in line
+    assert line.startswith("2 x linear 32x64: transposed for 1 to 16 rows (plain ") and "us for 4" in line
     assert "3 packed in" in report.lines()[-1]
     assert "kernel=transposed" in repr(module[0])
 
@@ -102,20 +107,48 @@ def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.Monkey
 def test_plain_runs_where_it_was_faster_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def pretend(trials: list, row_counts: list[int]) -> None:
         for trial, num_rows in itertools.product(trials, row_counts):
-            is_fast = trial.kernel.name == ("transposed" if num_rows in (3, 4) else "plain")
+            is_fast = trial.kernel.name == ("transposed" if num_rows == 4 else "plain")
             trial.seconds[num_rows] = 0.5 if is_fast else 1.0
 
     monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
     module = nn.Sequential(nn.Linear(64, 32))
-    report = pack_linears(module, num_rows=4)
+    report = pack_linears(module, num_rows=4, kernels=("transposed",))
     assert (module[0].min_rows, module[0].max_rows) == (2, 8)
-    assert report.lines()[0].startswith("1 x linear 32x64: transposed from 2 rows to 8, else plain (plain ")
+    assert report.lines()[0].startswith("1 x linear 32x64: transposed for 2 to 8 rows (plain ")
+
+
+def test_only_the_preferred_kernel_is_timed_against_plain() -> None:
+    weight = torch.randn(32, 64)
+    *_, preferred = (name for name, reason in available_kernels(weight).items() if reason is None)
+    report = pack_linears(nn.Sequential(nn.Linear(64, 32)), num_rows=4)
+    assert [timing.kernel for timing in report.choices[0].timings] == ["plain", preferred]
+
+
+def test_packed_form_is_not_used_where_plain_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "plain")
+    module = nn.Sequential(nn.Linear(64, 32))
+    assert pack_linears(module, kernels=("transposed",)).num_packed == 0
+    assert type(module[0]) is nn.Linear
+
+
+def test_on_a_machine_too_busy_to_tell_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "none of them")
+    module = nn.Sequential(nn.Linear(64, 32))
+    assert pack_linears(module, kernels=("transposed",)).num_packed == 1
+
+
+def test_small_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.kernels.linear.MIN_BYTES", 64 * 33 * 4)
+    _make_fastest(monkeypatch, "transposed")
+    module = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 33))
+    pack_linears(module, kernels=("transposed",))
+    assert [isinstance(part, PackedLinear) for part in module] == [False, True]
 
 
 def test_memory_budget_leaves_the_smaller_weights_plain_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _make_fastest(monkeypatch, "transposed")
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32))
-    report = pack_linears(module, memory_budget=(64 * 64 + 64 * 32) * 4)
+    report = pack_linears(module, memory_budget=(64 * 64 + 64 * 32) * 4, kernels=("transposed",))
     assert [isinstance(part, PackedLinear) for part in module] == [True, True, False]
     assert report.skipped == ("1 x linear 32x64 stay plain: packed copies may take 0 MiB",)
 
@@ -135,7 +168,7 @@ def test_shared_module_is_packed_once_and_stays_shared(monkeypatch: pytest.Monke
     _make_fastest(monkeypatch, "transposed")
     shared = nn.Linear(8, 8)
     module = nn.ModuleDict({"first": shared, "second": shared})
-    assert pack_linears(module).num_packed == 1
+    assert pack_linears(module, kernels=("transposed",)).num_packed == 1
     assert module["first"] is module["second"] and isinstance(module["first"], PackedLinear)
     unpack_linears(module)
     assert module["first"] is module["second"] and type(module["first"]) is nn.Linear

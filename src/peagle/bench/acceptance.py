@@ -19,6 +19,9 @@ NEAR_TIE = 1e-3
 NEAR_TIE_IN_STEPS = 32
 """The same in low precision, in rounding steps of the number 1: two steps of a logit of 16, so 0.25 in bfloat16."""
 
+PIECE = 8
+"""Tokens of the pieces by which rounding is measured: as many rows as a verification has."""
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -33,11 +36,17 @@ class Divergence:
 
 
 def first_divergence(
-    target: "HFTarget", prompt_ids: Sequence[int], plain: Sequence[int], drafted: Sequence[int], params: SamplingParams
+    target: "HFTarget",
+    prompt_ids: Sequence[int],
+    plain: Sequence[int],
+    drafted: Sequence[int],
+    params: SamplingParams,
+    limit: float | None = None,
 ) -> Divergence | None:
     """Where the answer with drafts leaves the plain one; None when they are the same.
 
-    With exact arithmetic there is no such place, and in low precision it must sit at a near tie of the target's own.
+    With exact arithmetic there is no such place, and in low precision it must sit at a near tie of the target's own:
+    a gap of at most `limit`, by default `near_tie`.
     """
     if list(plain) == list(drafted):
         return None
@@ -46,7 +55,7 @@ def first_divergence(
     if not params.is_greedy:
         return Divergence(token, None, False)
     gap = target.top_two_gap([*prompt_ids, *plain[:token]])
-    return Divergence(token, gap, gap <= near_tie(target))
+    return Divergence(token, gap, gap <= (near_tie(target) if limit is None else limit))
 
 
 def near_tie(target: "HFTarget") -> float:
@@ -54,6 +63,26 @@ def near_tie(target: "HFTarget") -> float:
     import torch
 
     return max(NEAR_TIE, NEAR_TIE_IN_STEPS * torch.finfo(target.dtype).eps)
+
+
+def measured_near_tie(target: "HFTarget", texts: Sequence[Sequence[int]]) -> float:
+    """The same from the target itself: twice the most its top-two gap changes with how a text is computed.
+
+    Each text is run whole and again in short pieces, which in exact arithmetic is the same. Twice, because both the
+    decision and the gap it is judged by are off by so much.
+    """
+    import torch
+
+    largest = 0.0
+    for text in texts:
+        token_ids_1T = torch.tensor([list(text)], device=target.device)
+        whole_TV = target.forward(token_ids_1T).logits_BTV[0].float()
+        cache = target.new_cache()
+        pieces = token_ids_1T.split(PIECE, dim=1)
+        pieces_TV = torch.cat([target.forward(piece, cache).logits_BTV[0].float() for piece in pieces])
+        gaps = [top[:, 0] - top[:, 1] for top in (logits.topk(2).values for logits in (whole_TV, pieces_TV))]
+        largest = max(largest, float((gaps[0] - gaps[1]).abs().max()))
+    return max(NEAR_TIE, 2 * largest)
 
 
 @dataclass

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     from peagle.targets.hf import HFTarget
 
+ANCHORS = ("eager", "static", "continuous")
 EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 CONTINUOUS = "transformers continuous batching"
 
-FEW_REQUESTS = 8
+FEW_REQUESTS = 4
 """Enough at a small concurrency: eager decoding of a whole workload one by one would take most of a run."""
 WARMUP_TOKENS = 8
 STANDARD_ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -50,16 +51,17 @@ def run_anchors(
     results: list[CellResult],
     *,
     num_requests: Callable[[int], int],
+    names: Sequence[str] = ANCHORS,
     on_cell: Callable[[CellResult], None] = lambda _: None,
 ) -> None:
-    """Measure every anchor at every concurrency and append to `results`.
+    """Measure the anchors of these names at every concurrency and append to `results`.
 
     `num_requests` gives the requests by the concurrency; of many, a smaller number is run.
     One that fails is recorded with its reason, and the others go on. The target is left as it was found: its
     attention, its taps, and nothing compiled.
     """
-    anchors = {EAGER: run_eager, STATIC: run_static, CONTINUOUS: run_continuous}
-    for method, run in anchors.items():
+    anchors = {"eager": (EAGER, run_eager), "static": (STATIC, run_static), "continuous": (CONTINUOUS, run_continuous)}
+    for method, run in (anchors[name] for name in names):
         for places in sorted(concurrency):
             result = CellResult(Cell(method, 0, places))
             try:

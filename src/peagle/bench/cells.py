@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.acceptance import first_divergence
+from peagle.bench.acceptance import first_divergence, measured_near_tie
 from peagle.decoding.acceptance import Acceptance
 from peagle.sampling_params import SamplingParams
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
 PLAIN = "none"
+NUM_SAMPLES = 2
+"""Answers by which the rounding of the target is measured."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,28 @@ class Comparison:
 
     num_compared: int
     divergences: tuple["Divergence", ...]
+    near_tie: float
+    """the gap up to which a divergence is put down to rounding"""
 
     @property
     def num_at_near_ties(self) -> int:
         return sum(each.is_near_tie for each in self.divergences)
+
+    @classmethod
+    def none(cls) -> dict[str, None]:
+        """The report of a cell that was not compared."""
+        return dict.fromkeys(cls(0, (), 0.0).report())
+
+    def report(self) -> dict[str, Any]:
+        gaps = sorted(each.target_gap for each in self.divergences if each.target_gap is not None)
+        return {
+            "num_compared": self.num_compared,
+            "num_divergences": len(self.divergences),
+            "num_divergences_at_near_ties": self.num_at_near_ties,
+            "near_tie": round(self.near_tie, 4),
+            "median_gap": round(percentile(gaps, 50), 4) if gaps else None,
+            "largest_gap": round(gaps[-1], 4) if gaps else None,
+        }
 
 
 @dataclass
@@ -159,10 +179,7 @@ class CellResult:
             "memory_bytes": self.memory_bytes,
             "num_cached_tokens": self.num_cached_tokens,
             "num_preemptions": self.num_preemptions,
-            "num_compared": None if comparison is None else comparison.num_compared,
-            "num_divergences": None if comparison is None else len(comparison.divergences),
-            "num_divergences_at_near_ties": None if comparison is None else comparison.num_at_near_ties,
-        }
+        } | (Comparison.none() if comparison is None else comparison.report())
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -185,6 +202,8 @@ def compare_with_plain(
     expected: dict[int, tuple[int, ...]] = {}
     for answer in reference.answers:
         expected.setdefault(answer.prompt, answer.token_ids)
+    samples = [[*prompts[prompt], *expected[prompt]] for prompt in list(expected)[:NUM_SAMPLES]]
+    limit = measured_near_tie(target, samples)
     seen: dict[tuple[int, tuple[int, ...]], Divergence | None] = {}
     for result in results:
         found, num_compared = [], 0
@@ -195,11 +214,11 @@ def compare_with_plain(
             wanted = expected[answer.prompt]
             key = (answer.prompt, _until_divergence(wanted, answer.token_ids))
             if key not in seen:
-                seen[key] = first_divergence(target, prompts[answer.prompt], wanted, answer.token_ids, params)
+                seen[key] = first_divergence(target, prompts[answer.prompt], wanted, answer.token_ids, params, limit)
             if (divergence := seen[key]) is not None:
                 found.append(divergence)
         if num_compared:
-            result.comparison = Comparison(num_compared, tuple(found))
+            result.comparison = Comparison(num_compared, tuple(found), limit)
 
 
 def _until_divergence(wanted: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ class Stats(Protocol):
     def num_prefill_tokens(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
+    @property
+    def device_seconds(self) -> float: ...
 
 
 class Times(Protocol):
@@ -118,6 +120,8 @@ class Loop:
     steady_tokens_per_second: float | None = None
     walls: list[float] = field(default_factory=list)
     """of undisturbed steps, where they were asked for"""
+    device: list[float] = field(default_factory=list)
+    """seconds the device was busy in those steps; zeros where that is not known"""
 
 
 def closed_loop(
@@ -135,7 +139,7 @@ def closed_loop(
     `time_steps` also asks the engine for its counts at every step, which costs the host time; it belongs in a warm-up.
     """
     loop, waiting, prompt_of = Loop(), deque(order), dict[str, int]()
-    tokens_before, calm, prefilled = engine.stats().num_output_tokens, 0, -1
+    tokens_before, calm, prefilled, busy = engine.stats().num_output_tokens, 0, -1, 0.0
     started = ended = clock()
     while waiting or prompt_of:
         while waiting and len(prompt_of) < concurrency:
@@ -145,10 +149,13 @@ def closed_loop(
         finished = engine.step()
         before, ended = ended, clock()
         if time_steps:
-            last, prefilled = prefilled, engine.stats().num_prefill_tokens
+            stats = engine.stats()
+            last, prefilled = prefilled, stats.num_prefill_tokens
+            busy_before, busy = busy, stats.device_seconds
             calm = calm + 1 if prefilled == last and is_full and not finished else 0
             if calm > SETTLING_STEPS:
                 loop.walls.append(ended - before)
+                loop.device.append(busy - busy_before)
         if is_full and len(waiting) < len(finished) and loop.steady_tokens_per_second is None:
             num_tokens = engine.stats().num_output_tokens - tokens_before
             loop.steady_tokens_per_second = num_tokens / max(ended - started, 1e-9)
@@ -171,8 +178,12 @@ def warm_up(
     loop = closed_loop(llm.engine, backwards, order, short, concurrency, time_steps=True, clock=clock)
     if not loop.walls:
         return None
-    wall, times = statistics.median(loop.walls), llm.step_times(concurrency)
-    return StepSplit(wall) if times is None else StepSplit(wall, times.step, times.verify, times.draft)
+    wall, device, times = statistics.mean(loop.walls), statistics.mean(loop.device), llm.step_times(concurrency)
+    if times is None or not device:
+        return StepSplit(wall)
+    # The texts of the measured steps have other lengths than those the halves are timed at; their shares are taken.
+    verify = device * times.verify / times.step if times.verify is not None else None
+    return StepSplit(wall, device, verify, None if verify is None else device - verify)
 
 
 def run_cell(

@@ -80,7 +80,12 @@ def _caption(document: dict[str, Any]) -> str | None:
     compared = [cell["num_compared"] for cell in document["cells"] if cell["num_compared"]]
     if not compared:
         return None
-    return "differ: answers that part from plain decoding's at the lowest concurrency (of them at a near tie)"
+    limits = {cell["near_tie"] for cell in document["cells"] if cell["near_tie"]}
+    largest = max((cell["largest_gap"] or 0.0 for cell in document["cells"]), default=0.0)
+    return (
+        "differ: answers that part from plain decoding's at the lowest concurrency (of them at a near tie: the "
+        f"target's two best logits at most {max(limits):g} apart, as far as rounding moves them; largest {largest:g})"
+    )
 
 
 def _position_table(document: dict[str, Any]) -> Table:

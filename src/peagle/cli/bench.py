@@ -14,6 +14,7 @@ from rich.console import Console
 from tyro.constructors import PrimitiveConstructorSpec
 
 from peagle.bench.acceptance import render_prompt
+from peagle.bench.anchors import ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, llm_factory, sweep
 from peagle.bench.report import check_plot, document_of, plot, tables
@@ -91,6 +92,8 @@ class Arguments:
     """with the position in the text it fixes every random draw"""
     anchors: bool = False
     """also measure transformers: eager, static compiled and continuous batching"""
+    anchor_methods: Names = ANCHORS
+    """which of these, by name: eager, static, continuous"""
     dummy: str | None = None
     """instead of prompts and target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     eagle3_drafter: str | None = None
@@ -138,6 +141,11 @@ def check(arguments: Arguments) -> None:
     ):
         if min(numbers, default=1) < 1:
             raise ConfigError(f"{name} must be at least 1, got {min(numbers)}")
+    for name in arguments.anchor_methods:
+        if name not in ANCHORS:
+            raise ConfigError(f"no anchor {name!r}", hint=nearest(name, ANCHORS))
+    if arguments.anchor_methods != ANCHORS and not arguments.anchors:
+        raise ConfigError("--anchor-methods is given without --anchors", hint="add --anchors, or leave it out")
     _check_dummy(arguments)
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens is not None and not drafted:
@@ -201,7 +209,7 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
         for depth in depths[method]:
             drafter.check_num_draft_tokens(depth)
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
-    num_anchors = 3 * len(arguments.concurrency) if arguments.anchors else 0
+    num_anchors = len(arguments.anchor_methods) * len(arguments.concurrency) if arguments.anchors else 0
 
     def num_requests(concurrency: int) -> int:
         return arguments.num_requests or default_num_requests(concurrency, len(prompts))
@@ -211,8 +219,7 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
         options: dict[str, Any] = {"num_requests": num_requests, "on_cell": on_cell}
         sweep(cells, factory, prompt_ids, params, results, device=target.device, **options)
         if arguments.anchors:
-            from peagle.bench.anchors import run_anchors
-
+            options["names"] = arguments.anchor_methods
             run_anchors(target, prompt_ids, arguments.concurrency, arguments.max_tokens, results, **options)
 
     is_interrupted = with_progress(measure, len(cells) + num_anchors)
@@ -276,7 +283,11 @@ def make_llm(
     """Engines just large enough for the workload, so that memory says what it needs."""
     longest = max(map(len, prompt_ids)) + arguments.max_tokens
     return llm_factory(
-        target, drafters, max_batch=max(arguments.concurrency), max_length=min(longest, target.max_length)
+        target,
+        drafters,
+        max_batch=max(arguments.concurrency),
+        max_length=min(longest, target.max_length),
+        reuse_prefixes=False,
     )
 
 

@@ -7,7 +7,7 @@ target had to supply itself.
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     runs = [run(target, each, prompt_ids, arguments) for each in drafters]
     divergence = None
     if arguments.compare:
-        divergence = divergence_of(target, prompt_ids, *runs, arguments.sampling)
+        divergence = divergence_of(target, prompt_ids, arguments.sampling, *runs)
     if arguments.json:
         print(json.dumps(report(runs, divergence)))
     elif arguments.compare:
@@ -145,9 +145,9 @@ def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], ar
         params = replace(params, num_draft_tokens=None)
     with start(target, drafter, len(prompt_ids), params) as llm:
         engine = llm.engine
-        method = "plain"
-        if llm.drafter is not None:
-            method = f"{llm.drafter.config.method}, K = {engine.num_draft_tokens}"
+        method = "plain" if drafter is None else "plain, no drafts pay here"
+        if engine.drafter is not None:
+            method = f"{engine.drafter.config.method}, K = {engine.num_draft_tokens}"
         if arguments.compare or arguments.json:
             warm_up(engine, prompt_ids, params)
         return answer(engine, prompt_ids, params, method, display(method, arguments))
@@ -177,7 +177,7 @@ def warm_up(engine: "Engine", prompt_ids: list[int], params: SamplingParams) -> 
 
 
 def answer(
-    engine: "Engine", prompt_ids: list[int], params: SamplingParams, method: str, shown: "Display | None"
+    engine: "Engine", prompt_ids: list[int], params: SamplingParams, method: str, show: "Callable[[Update], None]"
 ) -> Run:
     updates: list[Update] = []
     started = time.perf_counter()
@@ -190,8 +190,8 @@ def answer(
         if updates and not num_first_tokens:
             first = time.perf_counter() - started
             num_first_tokens = sum(len(update.token_ids) for update in updates)
-        for update in updates[num_seen:] if shown is not None else ():
-            shown.add(update)
+        for update in updates[num_seen:]:
+            show(update)
         num_seen = len(updates)
     answers = [
         Answer(each.index, each.token_ids, each.text, each.finish_reason, each.logprobs) for each in finished.outputs
@@ -200,14 +200,14 @@ def answer(
     return Run(method, answers, acceptance_length, seconds, first, num_first_tokens)
 
 
-def display(method: str, arguments: Arguments) -> "Display | None":
-    """Where to stream to: stdout, with headings where there is more than one answer to tell apart."""
+def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
+    """What shows updates: stdout, with headings where there is more than one answer to tell apart."""
     if arguments.json:
-        return None
+        return lambda _: None
     names = [method] if arguments.compare else []
     total = arguments.sampling.n
     several = [f"answer {index + 1} of {total}" if total > 1 else "" for index in range(total)]
-    return Display([", ".join(filter(None, [*names, each])) for each in several])
+    return Display([", ".join(filter(None, [*names, each])) for each in several]).add
 
 
 class Display:
@@ -240,8 +240,8 @@ class Display:
     def _write(self, update: "Update") -> None:
         """On a terminal each token in the color of its kind, else the bare text."""
         if self._console.is_terminal:
-            colored = Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in zip(update.texts, kinds(update))))
-            self._console.print(colored, end="")
+            tokens = zip(update.texts, kinds(update), strict=True)
+            self._console.print(Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in tokens)), end="")
         else:  # rich would turn tabs into spaces and drop control characters
             sys.stdout.write(update.text)
             sys.stdout.flush()
@@ -259,7 +259,7 @@ def kinds(update: "Update") -> Iterator[str]:
 
 
 def divergence_of(
-    target: "HFTarget", prompt_ids: list[int], plain: Run, drafted: Run, params: SamplingParams
+    target: "HFTarget", prompt_ids: list[int], params: SamplingParams, plain: Run, drafted: Run
 ) -> Divergence | None:
     """Where the first of the answers that differ leaves the plain one."""
     for ours, theirs in zip(plain.answers, drafted.answers, strict=True):

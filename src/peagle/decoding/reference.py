@@ -116,7 +116,8 @@ def _check_params(params: SamplingParams, drafter: StartsDrafting | None, num_dr
         raise RequestError(f"num_draft_tokens is {wanted}, but there is no drafter", hint="give one, or leave it out")
     if wanted > num_draft_tokens > 0:  # as an engine that was started with fewer would
         raise RequestError(
-            f"num_draft_tokens must be at most {num_draft_tokens}, got {wanted}", hint="decode with more, or ask for fewer"
+            f"num_draft_tokens must be at most {num_draft_tokens}, got {wanted}",
+            hint="decode with more, or ask for fewer",
         )
     return wanted
 

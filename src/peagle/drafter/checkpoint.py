@@ -84,6 +84,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
         raise CheckpointError(f"{directory / CONFIG_NAME}: {error.message}", hint=error.hint) from error
     _fill(drafter, tensors, target, directory)
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    drafter.card = card
     target.tap(config.aux_layer_ids)
     return drafter
 

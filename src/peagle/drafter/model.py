@@ -8,7 +8,7 @@ A concatenated aux width, V draft vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.drafting import DraftingSession
 from peagle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peagle.drafter.card import DrafterCard
 
 KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -101,9 +104,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -165,6 +169,9 @@ class Drafter(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         # Plain tensors, not parameters: they are the target's and must not appear in the state dict.
         self._target_embedding, self._target_head = target_embedding.detach(), target_head.detach()
+        self.card: DrafterCard | None = None
+        """what its makers say of it, where it was loaded with a card"""
+        self._served_head: Callable[[Tensor], Tensor] | None = None
         self.rotary = _rotary(config)
 
     @property
@@ -239,7 +246,14 @@ class Drafter(nn.Module):
 
     def logits(self, normed_BSD: Tensor) -> Tensor:
         """Logits over the draft vocabulary; `to_target_ids` turns its ids into the target's."""
+        if self._served_head is not None:
+            return self._served_head(normed_BSD)
         return functional.linear(normed_BSD, self.head_VD.to(normed_BSD.dtype))
+
+    def serve_head(self, head: Callable[[Tensor], Tensor] | None) -> None:
+        """Let `head` compute the logits: the same product in a faster form, made by who serves. None ends that."""
+        # Not the module itself, if it is one: it would become a part of the drafter, and its weight one of the saved.
+        self._served_head = head if head is None else partial(head)
 
     def new_session(self) -> DraftingSession:
         """Drafting for one request."""

@@ -1,6 +1,7 @@
 """Settings of an engine, as the user gives them and as they are resolved for a target and a device."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from peagle.errors import ConfigError
 
@@ -33,7 +34,15 @@ class EngineConfig:
     capture: bool | None = None
     """record each step as a CUDA graph; by default on a GPU"""
 
+    pack: bool | None = None
+    """on a CPU: keep a packed copy of the linear layers' weights too; by default for float32 that is not compiled"""
+    quantize: Literal["int8"] | None = None
+    """on a CPU: give the target 8-bit weights. They are another target than the float ones: answers are those of the
+    rounded weights, and a drafter, which stays as it is, is still verified by them. The float weights stay in memory"""
+
     def __post_init__(self) -> None:
+        if self.quantize not in (None, "int8"):
+            raise ConfigError(f"quantize must be 'int8' or None, got {self.quantize!r}")
         for name in ("max_batch", "max_length", "page_size", "num_pages", "prefill_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -5,6 +5,7 @@ time the device is busy with the next step. It is not thread-safe; `AsyncEngine`
 """
 
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -75,23 +76,26 @@ class Engine:
         self,
         target: HFTarget,
         drafter: Drafter | None = None,
-        num_draft_tokens: int = 0,
+        num_draft_tokens: int | None = 0,
         config: EngineConfig | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
+        """Start an engine; `num_draft_tokens` None, with a drafter on a CPU, measures which number is the fastest."""
         config = config or EngineConfig()
-        self.target, self.drafter = target, drafter
-        self.num_draft_tokens = _check_drafts(drafter, num_draft_tokens)
+        num_draft_tokens = _check_drafts(drafter, num_draft_tokens, target)
+        _check_device(config, target)
+        self.target = target
         target.check_not_lent()
         if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
             target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for the target since
         is_gpu = target.device.type == "cuda"
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         self.max_length = _check_max_length(config, target, is_gpu)
-        self.runner = Runner(target, drafter, self.num_draft_tokens, config, max_batch, self.max_length, progress)
+        self.runner = Runner(target, drafter, num_draft_tokens, config, max_batch, self.max_length, progress)
+        self.drafter, self.num_draft_tokens = self.runner.drafter, self.runner.num_draft_tokens
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
         limits = SchedulerConfig(
-            max_batch, self.max_length, config.prefill_tokens, MAX_CHUNKS - 1, has_drafter=drafter is not None
+            max_batch, self.max_length, config.prefill_tokens, MAX_CHUNKS - 1, has_drafter=self.drafter is not None
         )
         self.scheduler = Scheduler(limits, pages)
         self._groups: dict[str, Group] = {}
@@ -132,7 +136,9 @@ class Engine:
         if self._is_closed:
             raise EngineDeadError("the engine has been closed", hint="start a new one")
         params = params or SamplingParams()
+        prompt_ids = _as_ids(prompt_ids)
         check_prompt(self.target, prompt_ids)
+        _check_types(params)
         if request_id is None:
             request_id = f"request-{self._num_added}"
         if request_id in self._groups:
@@ -141,19 +147,21 @@ class Engine:
         num_draft_tokens = self._drafts_for(params)
         group = Group(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update)
         for index in range(params.n):
-            own = replace(params, n=1, seed=(params.seed + index) % 2**63)
+            # A top_k beyond the vocabulary means all of it, and may be too large a number for a row.
+            top_k = min(params.top_k, self.target.vocab_size)
+            own = replace(params, n=1, seed=(params.seed + index) % 2**63, top_k=top_k)
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length)
+            stop_check = self._stop_check(own, request, on_update)
+            group.answers.append(Answer(group, index, request, self._stop_ids(own), stop_check))
+        for index, answer in enumerate(group.answers):
             try:
-                self.scheduler.add(request)
+                self.scheduler.add(answer.request)
             except BaseException:
-                for answer in group.answers:
-                    self.scheduler.abort(answer.request.request_id)
-                    del self._answers[answer.request]
+                for earlier in group.answers[:index]:
+                    self.scheduler.abort(earlier.request.request_id)
                 raise
-            answer = Answer(group, index, request, self._stop_ids(own), self._stop_check(own, request, on_update))
-            group.answers.append(answer)
-            self._answers[request] = answer
+        self._answers |= {answer.request: answer for answer in group.answers}
         self._groups[request_id] = group
         return request_id
 
@@ -220,13 +228,11 @@ class Engine:
             for emission in launch.collect():
                 self._take_in(emission)
             self._stats.device_seconds += launch.device_seconds() or 0.0
-        if not self.has_work:
-            self.check_integrity()
         finished, self._finished = self._finished, []
         return finished
 
     def check_integrity(self) -> None:
-        """Raise if pages, rows and requests contradict each other. Runs by itself whenever the engine is idle."""
+        """Raise if pages, rows and requests contradict each other. For idle moments: it looks at every page."""
         self.scheduler.check_integrity()
 
     def _take_in(self, emission: Emission) -> None:
@@ -334,6 +340,26 @@ class Engine:
         )
 
 
+def _as_ids(prompt_ids: Sequence[int]) -> list[int]:
+    """Token ids as plain numbers, whatever holds them."""
+    try:
+        return [operator.index(token) for token in prompt_ids]
+    except TypeError as error:
+        raise RequestError(
+            f"a prompt is a list of token ids here: {error}", hint="turn text into tokens first"
+        ) from error
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Refuse what would only fail in the middle of a step, where it would hit every request."""
+    for name in ("max_tokens", "top_k", "seed", "n", "logprobs", "num_draft_tokens"):
+        value = getattr(params, name)
+        if value is not None and not isinstance(value, int):
+            raise RequestError(f"{name} must be a whole number, got {value!r}")
+    if isinstance(params.stop, str) or not all(isinstance(text, str) for text in params.stop):
+        raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
+
+
 def _end(tokens: list[int], stop_ids: frozenset[int], request: Request) -> tuple[int, FinishReason | None]:
     """How many of the new tokens belong to the answer, and why it ends with them, if it does."""
     room = request.max_length - len(request.token_ids)
@@ -353,7 +379,13 @@ def _follow(tokens: list[int], stop_check: StopCheck) -> tuple[int, FinishReason
     return len(tokens), None, texts
 
 
-def _check_drafts(drafter: Drafter | None, num_draft_tokens: int) -> int:
+def _check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: HFTarget) -> int | None:
+    if num_draft_tokens is None:
+        if drafter is None:
+            return 0
+        if target.device.type != "cpu":
+            raise ConfigError("num_draft_tokens None is measured on a CPU only", hint="give a number")
+        return None
     if num_draft_tokens < 0:
         raise ConfigError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
     if drafter is None:
@@ -369,6 +401,14 @@ def _check_drafts(drafter: Drafter | None, num_draft_tokens: int) -> int:
         )
     drafter.check_num_draft_tokens(num_draft_tokens)
     return num_draft_tokens
+
+
+def _check_device(config: EngineConfig, target: HFTarget) -> None:
+    for name, value in (("pack", config.pack), ("quantize", config.quantize)):
+        if value and target.device.type != "cpu":
+            raise ConfigError(f"{name} is {value!r}, but the target is on {target.device}", hint="it is for CPUs only")
+    if config.pack and config.compile:
+        raise ConfigError("pack and compile are both on", hint="compiled layers bring products of their own")
 
 
 def _check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> int:

@@ -25,7 +25,7 @@ from peagle.tokenizer import render_chat
 log = logging.getLogger(__name__)
 
 NUM_DRAFT_TOKENS = 7
-"""Draft tokens a step where the user gives no number: what served the embedded target best."""
+"""Draft tokens a step on a GPU where the user gives no number: what served the embedded target best."""
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -48,8 +48,9 @@ class LLM:
     ) -> None:
         """Load what is not loaded yet and start the engine.
 
-        `drafter` "auto" takes the one that ships for the target, if there is one; None decodes plainly. `settings`
-        are those of `EngineConfig`.
+        `drafter` "auto" takes the one that ships for the target, if there is one; None decodes plainly. Without
+        `num_draft_tokens`, a few steps are timed on a CPU and the number that is expected to be the fastest is taken,
+        which may be 0; see `engine.num_draft_tokens`. `settings` are those of `EngineConfig`.
         """
         known = EngineConfig.__dataclass_fields__
         for name in settings:
@@ -69,9 +70,9 @@ class LLM:
         if drafter is not None and not isinstance(drafter, Drafter):
             drafter = load_drafter(os.fspath(drafter), target, allow_mismatch=allow_mismatch)
         self.target, self.drafter = target, drafter
-        if drafter is not None and num_draft_tokens is None:
+        if drafter is not None and num_draft_tokens is None and target.device.type != "cpu":
             num_draft_tokens = default_num_draft_tokens(drafter)
-        self.engine = Engine(target, drafter, num_draft_tokens or 0, config, progress)
+        self.engine = Engine(target, drafter, num_draft_tokens, config, progress)
 
     @property
     def tokenizer(self) -> Any:

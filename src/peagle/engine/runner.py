@@ -4,11 +4,13 @@ On a GPU every shape is a CUDA graph, recorded at start-up, and `launch` returns
 host reads a launch's results while the next one runs. On a CPU `launch` does the work.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +19,25 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
+from peagle.engine.calibrate import MAX_DRAFT_TOKENS, calibrate
 from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
 from peagle.engine.outputs import TokenLogprobs
+from peagle.engine.packing import pack_models, quantize_target
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Plan
 from peagle.engine.step import Chunks, Decoded, RowState, Step
 from peagle.errors import CapacityError
 from peagle.kernels.joined_linear import join_linears, part_linears
+from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
+from peagle.targets.fusing import fuse
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import Compile, LayerShape, PagedTarget
 
 log = logging.getLogger(__name__)
+
+USUAL_CPU_BATCH = 4
+"""Requests at a time for which plain decoding on a CPU is made fast."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being prepared, how many parts are done, and of how many."""
@@ -113,14 +122,14 @@ class Runner:
         self,
         target: HFTarget,
         drafter: Drafter | None,
-        num_draft_tokens: int,
+        num_draft_tokens: int | None,
         config: EngineConfig,
         max_batch: int,
         max_length: int,
         progress: Progress = lambda *_: None,
     ) -> None:
         target.check_not_lent()  # before any of it is touched: undoing that would undo the other engine's work
-        self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
+        self.target, self.drafter = target, drafter
         self.config, self.max_batch = config, max_batch
         self.device = target.device
         is_gpu = self.device.type == "cuda"
@@ -131,17 +140,22 @@ class Runner:
         self._restore: list[Callable[[], object]] = []
         try:
             if is_gpu:
-                self._join_linears()
+                self._speed_up_linears()
+            else:
+                self._prepare_linears(num_draft_tokens)
             self.paged_target = PagedTarget(target, compile)
             self._restore.append(self.paged_target.close)
             self._compile_drafter(compile)
+            if num_draft_tokens is None:
+                num_draft_tokens = self._calibrate()
+            self.num_draft_tokens = num_draft_tokens
             self.kv_cache = self._make_kv_cache(max_length)
             pages_a_text = -(-(max_length + 2 * num_draft_tokens) // config.page_size)
             self.state = RowState.empty(max_batch, pages_a_text, num_draft_tokens, self.device)
             self.rows = HostRows(max_batch, pages_a_text)
             self.step = Step(
                 self.paged_target,
-                drafter,
+                self.drafter,
                 num_draft_tokens,
                 self.state,
                 self.kv_cache.target_memory,
@@ -172,6 +186,7 @@ class Runner:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            gc.collect()  # graphs and compiled functions refer to each other, and to pages
             torch.cuda.empty_cache()
 
     def recover(self) -> None:
@@ -182,9 +197,13 @@ class Runner:
 
     # Running plans ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def launch(self, plan: Plan) -> Launch:
         """Run a plan's chunks, then its decode pass; on a GPU without waiting for either."""
+        # The stricter mode makes each of the many small operations of a pass cheaper for the host.
+        with torch.no_grad() if self.is_asynchronous else torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Launch:
         started = done = None
         self._upload(plan)
         if self.is_asynchronous:
@@ -274,11 +293,33 @@ class Runner:
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
-    def _join_linears(self) -> None:
-        for model in (self.target.model, self.drafter):
-            if model is not None:
-                join_linears(model)
-                self._restore.append(lambda model=model: part_linears(model))  # type: ignore[misc]
+    def _speed_up_linears(self) -> None:
+        """On a GPU: fewer and faster launches for a step's few rows."""
+        passes = {self.target.model: partial(_target_pass, self.target)}
+        if self.drafter is not None:
+            passes[self.drafter] = partial(_drafter_pass, self.drafter, self.target)
+        for model, run in passes.items():
+            join_linears(model)
+            use_skinny_linears(model)
+            self._restore += [partial(part_linears, model), partial(use_plain_linears, model), fuse(model, run)]
+
+    def _prepare_linears(self, num_draft_tokens: int | None) -> None:
+        """On a CPU: give the linear layers the form that serves a step's few rows best."""
+        most_drafts = MAX_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+        num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
+        if self.config.quantize is not None:
+            self._restore.append(quantize_target(self.target, num_rows))
+        packs = self.target.dtype == torch.float32 and not self.config.compile
+        if packs if self.config.pack is None else self.config.pack:
+            self._restore.append(pack_models(self.target, self.drafter, num_rows))
+
+    def _calibrate(self) -> int:
+        """Choose the number of draft tokens by what they cost and bring here; with 0 the drafter is let go."""
+        assert self.drafter is not None, "the number is open only where there is a drafter"
+        chosen = calibrate(self.paged_target, self.drafter, self.config.page_size)
+        if chosen == 0:
+            self.drafter = None
+        return chosen
 
     def _compile_drafter(self, compile: Compile | None) -> None:
         if compile is None or self.drafter is None:
@@ -286,7 +327,7 @@ class Runner:
         forward = compile(type(self.drafter.layers[0]).forward)
         for layer in self.drafter.layers:
             layer.forward = _bound(forward, layer)
-            self._restore.append(lambda layer=layer: layer.__dict__.pop("forward", None))  # type: ignore[misc]
+            self._restore.append(partial(layer.__dict__.pop, "forward", None))
 
     def _make_kv_cache(self, max_length: int) -> KVCache:
         drafter_layers: tuple[LayerShape, ...] = ()
@@ -359,7 +400,7 @@ class Runner:
         verify = step
         if self.drafter is not None:
             verify = self._seconds(
-                _record(lambda: self.step.verify(rows), torch.cuda.graph_pool_handle()), length, repeats
+                _record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle()), length, repeats
             )
         rows.copy_(saved[0])
         self.state.page_table.copy_(saved[1])
@@ -423,6 +464,25 @@ class _Selected:
         return [rows[index] for index in self.indexes]
 
 
+def _target_pass(target: HFTarget) -> Tensor:
+    """A short pass of the target as it is."""
+    token_ids_1T = torch.arange(1, 5, device=target.device)[None]
+    logits: Tensor = target.model(input_ids=token_ids_1T, use_cache=False).logits
+    return logits
+
+
+def _drafter_pass(drafter: Drafter, target: HFTarget) -> Tensor:
+    """A short pass of the drafter over depth-0 slots, the same each time."""
+    token_ids_1T, position_1T = (
+        torch.arange(1, 5, device=target.device)[None],
+        torch.arange(4, device=target.device)[None],
+    )
+    aux_A = torch.linspace(-1, 1, drafter.config.aux_size, device=target.device, dtype=target.dtype)
+    fused_1TD = drafter.fuse(aux_A.expand(1, 4, -1))
+    visible_1TT = torch.ones(1, 4, 4, dtype=torch.bool, device=target.device).tril()
+    return drafter(token_ids_1T, fused_1TD, position_1T, visible_1TT).normed_BSD
+
+
 def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(module, *args, **kwargs)
 
@@ -440,6 +500,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compiler_settings() -> Iterator[None]:
     with (
         torch._dynamo.config.patch(recompile_limit=64),
+        torch._inductor.config.patch(combo_kernels=True),  # independent small kernels become one launch
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
             use_duck_shape=False
         ),

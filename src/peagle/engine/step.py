@@ -33,7 +33,7 @@ from peagle.decoding.sampling import STREAM_DRAW
 from peagle.decoding.verify import keep_matches
 from peagle.drafter.model import Drafter
 from peagle.drafter.slots import PADDING, batch_serving_slots, slot_inputs
-from peagle.kernels.attention import WASTE_PAGE, PagedRows, paged_attention
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
 from peagle.kernels.choose import choose_tokens
 from peagle.targets.paged import Compile, Memory, PagedTarget
 
@@ -111,6 +111,19 @@ class Decoded(NamedTuple):
     """what the target said, N = B * L rows for a decode step, one a chunk for a prefill"""
 
 
+class Verified(NamedTuple):
+    """What the first half of a step leaves for the second."""
+
+    decoded: Decoded
+    paged_rows: PagedRows
+    aux_NA: Tensor
+    known_BL1: Tensor
+    """the text from the old newest token on"""
+    next_B1: Tensor
+    """the new newest token"""
+    num_accepted_B: Tensor
+
+
 class Step:
     """Target, drafter and their memories, and the passes over them. All state is on the device.
 
@@ -147,24 +160,34 @@ class Step:
 
     def decode(self, rows_B: Tensor) -> Decoded:
         """One step of the given rows."""
+        verified = self.verify(rows_B)
+        self.draft(rows_B, verified)
+        return verified.decoded
+
+    def verify(self, rows_B: Tensor) -> Verified:
+        """The first half of a step, up to the commit."""
         token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
         logits_NV, aux_NA = self.target.forward(token_ids_N, position_N, self.target_memory, paged_rows, None)
         emitted_BL1, known_BL1, next_B1, num_accepted_B = self._accept(rows_B, token_ids_N, logits_NV)
+        return Verified(Decoded(emitted_BL1, logits_NV), paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B)
+
+    def draft(self, rows_B: Tensor, verified: Verified) -> None:
+        """The second half: leave the newest token in the row, and the drafts behind it where there is a drafter."""
+        _, paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B = verified
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_B, next_B1)
-        else:
-            fused_BLD = self._fuse(aux_NA).unflatten(0, (-1, self.num_draft_tokens + 1))
-            drafts_BK = self._draft(
-                paged_rows.page_table_BP, paged_rows.context_B, num_accepted_B + 1, known_BL1, fused_BLD
-            )
-            self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
-        return Decoded(emitted_BL1, logits_NV)
-
-    def verify(self, rows_B: Tensor) -> Decoded:
-        """A decode step without its draft, for measuring what each half costs."""
-        token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
-        logits_NV, _ = self.target.forward(token_ids_N, position_N, self.target_memory, paged_rows, None)
-        return Decoded(self._accept(rows_B, token_ids_N, logits_NV)[0], logits_NV)
+            return
+        num_rows = self.num_draft_tokens + 1
+        if not rows_B.is_cuda:
+            # Shapes may follow values here, so rows that no request has kept are left out.
+            aux_BLA = aux_NA.unflatten(0, (-1, num_rows))
+            num_rows = int(num_accepted_B.max()) + 1
+            aux_NA, known_BL1 = aux_BLA[:, :num_rows].flatten(0, 1), known_BL1[:, : num_rows + 1]
+        fused_BLD = self._fuse(aux_NA).unflatten(0, (-1, num_rows))
+        drafts_BK = self._draft(
+            paged_rows.page_table_BP, paged_rows.context_B, num_accepted_B + 1, known_BL1, fused_BLD
+        )
+        self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
 
     def _lay_out(self, rows_B: Tensor) -> tuple[Tensor, Tensor, PagedRows]:
         """The tokens that verify runs, newest and drafts of every row, their positions, and where they stand."""
@@ -337,6 +360,7 @@ class Step:
 
     def _pages_of(self, rows: PagedRows) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """Attention of each drafter layer over its pages."""
+        rows = on_host(rows)
         return lambda index: partial(_attend_pages, *self.drafter_memory[index], rows)
 
     # Pages ------------------------------------------------------------------------------------------------------------

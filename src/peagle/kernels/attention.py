@@ -22,7 +22,7 @@ Shapes: N rows, B requests, H query heads, G key-value heads (H a multiple of G)
 L rows a request.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,60 @@ class PagedRows(NamedTuple):
     """empty; no request brings more rows than its length L, which as a shape is a variable to a compiler"""
     tree_BLL: Tensor | None = None
     """bool: whether new row i of a request sees its new row j; None is causal. Its own diagonal must be set."""
+    host: "RowsOnHost | None" = None
+    """the same on the host, where `on_host` put it: the layers of a pass then share one look at the tensors"""
+
+
+class RowsOnHost:
+    """What the loop over requests needs of `PagedRows`, as Python numbers, and the masks it has built so far."""
+
+    def __init__(self, rows: PagedRows) -> None:
+        bounds: list[int] = rows.first_row_B1.tolist()
+        contexts: list[int] = rows.context_B.tolist()
+        self.requests = [
+            (request, bounds[request], bounds[request + 1], context)
+            for request, context in enumerate(contexts)
+            if bounds[request + 1] > bounds[request]
+        ]
+        """(request, first row, end of its rows, context) of those that bring rows"""
+        self._cells: dict[tuple[int, int], slice | Tensor] = {}
+        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def cells(self, rows: PagedRows, request: int, num_keys: int, page_size: int) -> slice | Tensor:
+        """Where a request's keys lie among all cells: a slice if its pages follow one another, else every cell."""
+        cells = self._cells.get((request, page_size))
+        if cells is None:
+            ids_P = rows.page_table_BP[request, : -(-num_keys // page_size)]
+            ids: list[int] = ids_P.tolist()
+            first = ids[0] * page_size
+            if ids == list(range(ids[0], ids[0] + len(ids))):
+                cells = slice(first, first + num_keys)
+            else:
+                offset_C = torch.arange(page_size, device=ids_P.device)
+                cells = (ids_P.long()[:, None] * page_size + offset_C).flatten()[:num_keys]
+            self._cells[request, page_size] = cells
+        return cells
+
+    def mask(
+        self, rows: PagedRows, request: int, window: int, first_key: int, group_size: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is added to the scores of a request's rows, once for each head of a group; None where all is seen."""
+        settings = (request, window, first_key, group_size, dtype)
+        if settings not in self._masks:
+            visible_MT = visible_indexes(rows, request, window, first_key)
+            mask_MT = None
+            if not bool(visible_MT.all()):
+                hidden_MT = torch.zeros(visible_MT.shape, dtype=dtype, device=visible_MT.device)
+                mask_MT = hidden_MT.masked_fill_(~visible_MT, float("-inf")).repeat(group_size, 1)
+            self._masks[settings] = mask_MT
+        return self._masks[settings]
+
+
+def on_host(rows: PagedRows) -> PagedRows:
+    """The same rows, read on the host once for all the layers of a pass. On a GPU as they were: it is not asked."""
+    if rows.context_B.is_cuda or rows.host is not None:
+        return rows
+    return rows._replace(host=RowsOnHost(rows))
 
 
 def paged_attention(
@@ -92,38 +146,28 @@ def paged_attention_torch(
     first_key: int,
 ) -> Tensor:
     """The oracle, and what runs on a CPU: a loop over requests."""
-    key_pages.flatten(0, 1)[rows.cell_N] = key_NGE
-    value_pages.flatten(0, 1)[rows.cell_N] = value_NGE
+    key_cells, value_cells = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
+    key_cells.index_copy_(0, rows.cell_N, key_NGE)
+    value_cells.index_copy_(0, rows.cell_N, value_NGE)
     num_groups, width = key_NGE.shape[1:]
-    attended_NHE = torch.zeros_like(query_NHE)
-    bounds, contexts = rows.first_row_B1.tolist(), rows.context_B.tolist()
-    for request, context in enumerate(contexts):
-        first, end = bounds[request], bounds[request + 1]
+    group_size = query_NHE.shape[1] // num_groups
+    host = rows.host or RowsOnHost(rows)
+    attended_NHE: Tensor | None = None
+    for request, first, end, context in host.requests:
         num_rows = end - first
-        if num_rows == 0:
-            continue
-        num_keys = context + num_rows
-        key_GTE, value_GTE = (
-            _gather(pages, rows.page_table_BP[request], num_keys).transpose(0, 1) for pages in (key_pages, value_pages)
-        )
+        cells = host.cells(rows, request, context + num_rows, key_pages.shape[1])
+        mask_MT = host.mask(rows, request, window, first_key, group_size, query_NHE.dtype)
         # Heads that share keys become further rows of one head, so nothing is repeated.
-        query_GME = query_NHE[first:end].view(num_rows, num_groups, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
-        group_size = query_GME.shape[1] // num_rows
-        mask_MT = None
-        if num_rows > 1 or window or first_key:
-            mask_MT = visible_indexes(rows, request, window, first_key).repeat(group_size, 1)
+        query_GME = query_NHE[first:end].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        key_GTE, value_GTE = key_cells[cells].transpose(0, 1), value_cells[cells].transpose(0, 1)
         attended_GME = _attend(query_GME, key_GTE, value_GTE, mask_MT, scale, softcap, sinks_H, num_rows)
-        attended_NHE[first:end] = attended_GME.unflatten(1, (group_size, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
-    return attended_NHE
-
-
-def _gather(pages: Tensor, page_ids_P: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` entries of a request, [T, G, E]: a view where its pages lie one after another."""
-    page_size = pages.shape[1]
-    ids = page_ids_P[: -(-num_keys // page_size)].tolist()
-    if ids[-1] - ids[0] == len(ids) - 1 and all(later - earlier == 1 for earlier, later in zip(ids, ids[1:])):  # noqa: B905, RUF007
-        return pages[ids[0] : ids[-1] + 1].flatten(0, 1)[:num_keys]
-    return pages[torch.tensor(ids, device=pages.device)].flatten(0, 1)[:num_keys]
+        own_NHE = attended_GME.view(num_groups, group_size, num_rows, width).permute(2, 0, 1, 3).flatten(1, 2)
+        if num_rows == len(query_NHE):
+            return own_NHE
+        if attended_NHE is None:
+            attended_NHE = torch.zeros_like(query_NHE)
+        attended_NHE[first:end] = own_NHE
+    return torch.zeros_like(query_NHE) if attended_NHE is None else attended_NHE
 
 
 def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int = 0) -> Tensor:
@@ -160,7 +204,7 @@ def _attend(
     if softcap:
         scores_GMT = softcap * torch.tanh(scores_GMT / softcap)
     if mask_MT is not None:
-        scores_GMT = scores_GMT.masked_fill(~mask_MT, float("-inf"))
+        scores_GMT = scores_GMT + mask_MT
     if sinks_H is not None:
         sinks_GM1 = sinks_H.float().view(len(key_GTE), -1, 1).expand(-1, -1, num_rows).flatten(1)[..., None]
         scores_GMT = torch.cat([scores_GMT, sinks_GM1], dim=-1)

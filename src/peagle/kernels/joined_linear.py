@@ -4,11 +4,23 @@ Query, key and value projections, and gate and up projections, read the same row
 little more than its launch, so one product instead of three saves two launches, in every layer and every step.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from peagle.kernels.skinny_linear import is_few, normed_linear, skinny_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class FusableNorm(Protocol):
+    """A root-mean-square norm that a product can do itself: rms_norm(x) * scale."""
+
+    scale: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Joined:
@@ -19,6 +31,10 @@ class Joined:
         self.weight = torch.cat([part.weight for part in parts])
         has_bias = any(name == "bias" for part in parts for name, _ in part.named_parameters())
         self.bias = torch.cat([part.bias for part in parts]) if has_bias else None
+        self.packed: nn.Module | None = None
+        """computes the product from a packed form of the weight, where one was made"""
+        self.norm: FusableNorm | None = None
+        """a norm that is left to the product: its rows come as they were before it"""
         self.forget()
 
     def forget(self) -> None:
@@ -30,12 +46,21 @@ class Joined:
         """One layer's part of the product with `x`: computed for the first to ask, forgotten with the last."""
         if self._input is not x:
             self._input, self._num_taken = x, 0
-            self._parts = list(functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))
+            self._parts = list(self._multiply(x).split(self.sizes, dim=-1))
         part = self._parts[index]
         self._num_taken += 1
         if self._num_taken == len(self.sizes):
             self.forget()
         return part
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
+        if self.norm is None:
+            return skinny_linear(x, self.weight, self.bias)
+        if is_few(x):
+            return normed_linear(x, self.norm.scale, self.norm.eps, self.weight, self.bias)
+        return skinny_linear(self.norm(x), self.weight, self.bias)
 
 
 class JoinedPart(nn.Module):
@@ -72,6 +97,12 @@ def join_linears(module: nn.Module) -> int:
                 setattr(parent, name, JoinedPart(joined, index))
             num_joined += 1
     return num_joined
+
+
+def joined_groups(module: nn.Module) -> list[Joined]:
+    """What `join_linears` has made in `module`."""
+    groups = {id(part.joined): part.joined for part in module.modules() if isinstance(part, JoinedPart)}
+    return list(groups.values())
 
 
 @torch.no_grad()

@@ -1,16 +1,16 @@
 """Linear layers that are fast on a CPU for the few rows of a decode step.
 
 `nn.Linear` over 2 to 16 rows repacks its weight inside every call, which costs more than the product itself. Packing
-once removes that. Which packed form is the fastest depends on the build, the processor and the shape, so the ones that
-this build has are timed on the module's own weights when they are packed, and the fastest is kept for each shape.
+once removes that. Of the packed forms
 
-    plain        what nn.Linear does
-    transposed   a contiguous copy of the transposed weight: works everywhere
-    onednn       oneDNN's blocked weight: x86-64 and, through the ARM compute library, ARM; also in bfloat16
     mkl          MKL's packed weight: x86-64, float32
+    onednn       oneDNN's blocked weight: x86-64 and, through the ARM compute library, ARM; also in bfloat16
+    transposed   a contiguous copy of the transposed weight: works everywhere
+    plain        what nn.Linear does
 
-For one row, and for more rows than a step has, nn.Linear may still be the faster one; then it runs there. `rows_equal`
-of a timing says whether a row's bits depend on how many rows go with it: they do for `plain`, not for `mkl`.
+the first that this build has is timed against plain, briefly, on weights of each distinct shape, and is used for the
+numbers of rows where it wins: nn.Linear may still be the faster one for a single row, and for many. `rows_equal` of a
+timing says whether a row's bits depend on how many rows go with it: they do for `plain`, not for `mkl`.
 
 The parameters stay where they were: the drafter shares the target's tables, and fingerprints and state dicts read
 them. The price is a second copy of every packed weight, which `PackedReport.extra_bytes` states and `memory_budget`
@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,14 +37,16 @@ logger = logging.getLogger(__name__)
 
 NUM_TIMED_MODULES = 4
 """modules of one shape that take part in its timing, so that their weights do not all sit in the nearest cache"""
-MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 3, 12, 0.03
+MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 8, 0.01
 """a row count is timed over at least and at most so many rounds, or until the seconds are over"""
-CLEAR_GAIN = 0.05
-"""a packed form must save this share of plain's time, else the memory is not worth it"""
-NEAR = 0.03
-"""within this share of the fastest, the order of KERNELS decides and not the noise"""
+MIN_BYTES = 2**18
+"""smaller weights stay plain: their products cost what a call costs"""
+NUM_TIMED_OUTPUTS, NUM_CHECKED_OUTPUTS = 8192, 1024
+"""rows of a weight that take part in its timing, and in the comparison of a product with plain's"""
+NEAR = 0.05
+"""within this share of the fastest, the order of KERNELS decides and not the noise; on a busy machine all is noise"""
 MANY = 4
-"""the third timed row count, as a multiple of `num_rows`: decides what runs prompts and large batches"""
+"""the most rows, as a multiple of `num_rows`, that a packed form is timed for and runs"""
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """run(x, packed, weight_OI, bias_O) -> y; x has any leading dimensions"""
@@ -80,7 +82,7 @@ class ShapeChoice:
     min_rows: int
     """with fewer rows `plain` runs"""
     max_rows: int | None
-    """with more rows `plain` runs; None when the kernel serves any number"""
+    """with more rows `plain` runs; None where it is plain anyway"""
     reason: str
     timings: tuple[KernelTiming, ...]
 
@@ -133,19 +135,21 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(
-    module: nn.Module, num_rows: int = 8, *, memory_budget: int | None = None, kernels: Iterable[str] | None = None
+    module: nn.Module, num_rows: int = 8, *, memory_budget: int | None = None, kernels: Collection[str] | None = None
 ) -> PackedReport:
     """Replace the nn.Linear modules inside `module` by packed ones where that is faster, and log each choice.
 
     `num_rows` is the usual row count of a step (draft tokens plus one, times requests). Packing stops before the
     copies exceed `memory_budget` bytes; by default half of the memory that is free now. Largest weights come first.
-    `kernels` restricts the candidates, for example to ("mkl",); plain is always one. Only exact nn.Linear modules on
-    the CPU without hooks are touched; `module` itself is not replaced.
+    `kernels` names other candidates than the preferred one, all of which are timed; plain always is one. Only exact
+    nn.Linear modules on the CPU without hooks and of `MIN_BYTES` or more are touched; `module` itself is not replaced.
     """
     if num_rows < 1:
         raise ConfigError(f"num_rows must be at least 1, got {num_rows}")
+    unknown = sorted(set(kernels or ()) - set(KERNELS))
+    if unknown:
+        raise ConfigError(f"unknown linear kernels {unknown}", hint=f"known: {', '.join(KERNELS)}")
     started = time.perf_counter()
-    candidates = _candidates(kernels)
     by_shape, skipped = linears_by_shape(module)
     budget = _free_memory() // 2 if memory_budget is None else memory_budget
     replaced: dict[nn.Module, nn.Module] = {}
@@ -154,6 +158,8 @@ def pack_linears(
         for shape in sorted(by_shape, key=lambda shape: -shape[0] * shape[1]):
             linears = by_shape[shape]
             weight_bytes = linears[0].weight.nbytes
+            if weight_bytes < MIN_BYTES:
+                continue
             fitting = linears[: (budget - extra_bytes) // weight_bytes]
             if len(fitting) < len(linears):
                 skipped.append(
@@ -162,7 +168,7 @@ def pack_linears(
                 )
             if not fitting:
                 continue
-            choice = _choose(fitting, candidates, num_rows)
+            choice = _choose(fitting, _candidates(kernels, linears[0].weight), num_rows)
             choices.append(choice)
             if choice.kernel == "plain":
                 continue
@@ -194,13 +200,12 @@ def available_kernels(weight: Tensor) -> dict[str, str | None]:
     return {name: kernel.missing(weight) for name, kernel in KERNELS.items()}
 
 
-def _candidates(names: Iterable[str] | None) -> list[LinearKernel]:
+def _candidates(names: Collection[str] | None, weight: Tensor) -> list[LinearKernel]:
+    """Plain, and what is to be timed against it: the preferred one that can compute with `weight`, or those named."""
     if names is None:
-        return list(KERNELS.values())
-    unknown = sorted(set(names) - set(KERNELS))
-    if unknown:
-        raise ConfigError(f"unknown linear kernels {unknown}", hint=f"known: {', '.join(KERNELS)}")
-    return [kernel for name, kernel in KERNELS.items() if name in {"plain", *names}]
+        *_, preferred = (name for name, reason in available_kernels(weight).items() if reason is None)
+        names = (preferred,)
+    return [kernel for name, kernel in KERNELS.items() if name in {"plain", *names} and kernel.missing(weight) is None]
 
 
 def linears_by_shape(module: nn.Module) -> tuple[dict[tuple[int, int, torch.dtype], list[nn.Linear]], list[str]]:
@@ -230,39 +235,33 @@ def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: 
     """Time the candidates on a few of `linears` and choose one for all of them."""
     sample = linears[:: max(1, len(linears) // NUM_TIMED_MODULES)][:NUM_TIMED_MODULES]
     weight = sample[0].weight
-    trials = [_Trial(kernel, sample) for kernel in candidates if kernel.missing(weight) is None]
+    trials = [_Trial(kernel, [linear.weight[:NUM_TIMED_OUTPUTS] for linear in sample]) for kernel in candidates]
     x_NI = trials[0].inputs(max(num_rows, 4))
-    expected = _expected(x_NI, weight, sample[0].bias)
+    expected = _expected(x_NI, weight[:NUM_CHECKED_OUTPUTS])
     trials = [trial for trial in trials if trial.agrees(x_NI, *expected)]
     plain = trials[0]
-    row_counts = sorted({1, min(3, num_rows), num_rows})
+    row_counts = sorted({1, num_rows})
     time_in_turn(trials, row_counts)
 
     def step_seconds(trial: _Trial) -> float:
-        """One pass with each number of rows, each by the better of the trial and plain."""
-        return sum(min(trial.seconds[rows], plain.seconds[rows]) for rows in row_counts)
+        """One row by the better of the trial and plain, and a step's rows by the trial."""
+        return min(trial.seconds[1], plain.seconds[1]) + trial.seconds[num_rows]
 
     fastest = min(map(step_seconds, trials))
     chosen = [trial for trial in trials if step_seconds(trial) <= (1 + NEAR) * fastest][-1]
-    if step_seconds(chosen) > (1 - CLEAR_GAIN) * step_seconds(plain):
-        chosen = plain
     min_rows, max_rows = 1, None
     if chosen is not plain:
         many = MANY * num_rows
         time_in_turn([plain, chosen], [many])
-        slower = [rows for rows in row_counts if chosen.seconds[rows] > plain.seconds[rows]]
-        min_rows = max(slower, default=0) + 1
-        max_rows = 2 * num_rows if chosen.seconds[many] > plain.seconds[many] else None
+        min_rows = 2 if chosen.seconds[1] > (1 + NEAR) * plain.seconds[1] else 1
+        max_rows = many // 2 if chosen.seconds[many] > plain.seconds[many] else many
     timings = tuple(KernelTiming(trial.kernel.name, trial.seconds, trial.rows_equal) for trial in trials)
     shape = (weight.shape[0], weight.shape[1])
     return ShapeChoice(*shape, len(linears), chosen.kernel.name, min_rows, max_rows, _reason(timings), timings)
 
 
 def _for_rows(choice: ShapeChoice) -> str:
-    if choice.kernel == "plain" or (choice.min_rows == 1 and choice.max_rows is None):
-        return ""
-    end = "on" if choice.max_rows is None else f"to {choice.max_rows}"
-    return f" from {choice.min_rows} rows {end}, else plain"
+    return "" if choice.kernel == "plain" else f" for {choice.min_rows} to {choice.max_rows} rows"
 
 
 def _reason(timings: tuple[KernelTiming, ...]) -> str:
@@ -276,9 +275,9 @@ def _reason(timings: tuple[KernelTiming, ...]) -> str:
 class _Trial:
     """One kernel on the weights of a few modules: whether it is right, and how long it takes."""
 
-    def __init__(self, kernel: LinearKernel, sample: list[nn.Linear]) -> None:
+    def __init__(self, kernel: LinearKernel, sample: list[Tensor]) -> None:
         self.kernel, self.sample = kernel, sample
-        self.packed = [kernel.pack(linear.weight.detach()) for linear in sample]
+        self.packed = [kernel.pack(weight) for weight in sample]
         self.rows_equal = False
         self.seconds: dict[int, float] = {}
 
@@ -287,27 +286,29 @@ class _Trial:
         results = {size: self._first(x_NI[:size]) for size in {1, 2, len(x_NI)}}
         together_NO = results[len(x_NI)]
         self.rows_equal = all(torch.equal(result, together_NO[:size]) for size, result in results.items())
+        columns = slice(expected_NO.shape[1])
         right = all(
-            bool(((result - expected_NO[:size]).abs() <= tolerance_NO[:size]).all()) for size, result in results.items()
+            bool(((result[:, columns] - expected_NO[:size]).abs() <= tolerance_NO[:size]).all())
+            for size, result in results.items()
         )
         if not right:
             logger.warning("linear kernel %s computes another product than plain: not used", self.kernel.name)
         return right
 
     def inputs(self, num_rows: int) -> Tensor:
-        weight = self.sample[0].weight
+        weight = self.sample[0]
         generator = torch.Generator().manual_seed(0)
         return torch.randn(num_rows, weight.shape[1], generator=generator).to(weight.dtype)
 
     def run(self, x: Tensor) -> float:
         """Seconds a product, over all sampled modules."""
         started = time.perf_counter()
-        for linear, packed in zip(self.sample, self.packed, strict=True):
-            self.kernel.run(x, packed, linear.weight, linear.bias)
+        for weight, packed in zip(self.sample, self.packed, strict=True):
+            self.kernel.run(x, packed, weight, None)
         return (time.perf_counter() - started) / len(self.sample)
 
     def _first(self, x: Tensor) -> Tensor:
-        return self.kernel.run(x, self.packed[0], self.sample[0].weight, self.sample[0].bias)
+        return self.kernel.run(x, self.packed[0], self.sample[0], None)
 
 
 class Timed(Protocol):
@@ -332,10 +333,10 @@ def time_in_turn(trials: Sequence[Timed], row_counts: list[int]) -> None:
                 break
 
 
-def _expected(x_NI: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _expected(x_NI: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Plain's result, and how far rounding may move it: a few units of the sum of the sizes of the products in it."""
-    size_NO = functional.linear(x_NI.abs(), weight.abs(), None if bias is None else bias.abs())
-    return functional.linear(x_NI, weight, bias), 4 * torch.finfo(x_NI.dtype).eps * size_NO
+    size_NO = functional.linear(x_NI.abs(), weight.abs())
+    return functional.linear(x_NI, weight), 4 * torch.finfo(x_NI.dtype).eps * size_NO
 
 
 def _free_memory() -> int:

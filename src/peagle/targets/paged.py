@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peagle.errors import TargetError
-from peagle.kernels.attention import PagedRows, paged_attention
+from peagle.kernels.attention import PagedRows, on_host, paged_attention
 from peagle.targets.hf import HFTarget
 
 PAGED, PROBE = "peagle_paged", "peagle_probe"
@@ -94,7 +94,7 @@ class PagedTarget:
             position_ids=position_N[None],
             use_cache=False,
             logits_to_keep=0 if logit_rows_R is None else logit_rows_R,
-            paged_rows=rows,
+            paged_rows=on_host(rows),
         )
         return output.logits[0], self.target.captured_aux()[0]
 

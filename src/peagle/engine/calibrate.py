@@ -1,0 +1,94 @@
+"""Choosing the number of draft tokens on a CPU, where every further row of a pass costs something.
+
+At start-up a few steps run on empty memory, with the models as they will serve. What they took and the acceptance on
+the drafter's card give the expected speed of each number of draft tokens (`draft_cost`), and the best one is chosen.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.model import Drafter
+from peagle.engine.draft_cost import StepCosts, acceptance_from_card, choose_num_draft_tokens, speed_table
+from peagle.engine.step import RowState, Step
+from peagle.targets.paged import LayerShape, PagedTarget, new_memory
+
+log = logging.getLogger(__name__)
+
+MAX_DRAFT_TOKENS = 7
+"""the most that are considered, and what is taken where the drafter's acceptance is not known"""
+CONTEXT = 128
+"""tokens of text behind the timed rows"""
+MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 5, 0.5
+"""every number of draft tokens is timed at least and at most so often, or until the seconds are over"""
+
+
+def calibrate(target: PagedTarget, drafter: Drafter, page_size: int) -> int:
+    """The number of draft tokens that is expected to be the fastest here for one request; 0 where none pays."""
+    limit = min(MAX_DRAFT_TOKENS, drafter.config.num_draft_tokens or MAX_DRAFT_TOKENS)
+    acceptance = None if drafter.card is None else acceptance_from_card(drafter.card.acceptance)
+    if acceptance is None:
+        log.info(
+            "num_draft_tokens %d: the drafter has no card that tells its acceptance, so nothing to choose by", limit
+        )
+        return limit
+    acceptance = acceptance[:limit]
+    started = time.perf_counter()
+    costs = measure_costs(target, drafter, acceptance, page_size)
+    table = speed_table(costs, acceptance)
+    chosen = choose_num_draft_tokens(costs, acceptance)
+    for row in table:
+        log.info("%s%s", row, " (chosen)" if row.num_draft_tokens == chosen else "")
+    reason = "no number of draft tokens is expected to pay on this machine" if chosen == 0 else "the fastest expected"
+    log.info("num_draft_tokens %d: %s, measured in %.2f s", chosen, reason, time.perf_counter() - started)
+    return chosen
+
+
+@torch.no_grad()
+def measure_costs(target: PagedTarget, drafter: Drafter, acceptance: Sequence[float], page_size: int) -> StepCosts:
+    """The least seconds of the two halves of a step, for some numbers of draft tokens up to len(acceptance).
+
+    A draft also reads the tokens that the step before has kept, so it is timed after as many as are kept on average.
+    """
+    limit = len(acceptance)
+    context = min(CONTEXT, target.target.max_length // 2)
+    num_pages = -(-(context + 2 * limit + 2) // page_size)
+    layer = LayerShape(drafter.config.num_kv_heads, drafter.config.head_dim)
+    target_memory = target.new_memory(num_pages + 1, page_size)
+    device = target.target.device
+    drafter_memory = new_memory(
+        (layer,) * drafter.config.num_layers, num_pages + 1, page_size, target.target.dtype, device
+    )
+    steps = {}
+    for num_drafts in sorted({0, 1, limit // 2, limit}):
+        state = RowState.empty(1, num_pages, num_drafts, device)
+        state.page_table[0, :num_pages] = torch.arange(1, num_pages + 1)
+        memories = (state, target_memory, drafter_memory, target.target.max_length - 1)
+        steps[num_drafts] = Step(target, drafter if num_drafts else None, num_drafts, *memories)
+    row_B = torch.zeros(1, dtype=torch.long, device=device)
+    verify_seconds: dict[int, float] = {}
+    draft_seconds: dict[int, float] = {}
+    started = time.perf_counter()
+    for round_index in range(MAX_ROUNDS):
+        # They take turns, so that a busy moment of the machine does not hit one number alone.
+        for num_drafts, step in steps.items():
+            step.state.length[0] = context
+            verify, draft = _time_step(step, row_B, round(sum(acceptance[:num_drafts])))
+            verify_seconds[num_drafts + 1] = min(verify, verify_seconds.get(num_drafts + 1, verify))
+            if num_drafts:
+                draft_seconds[num_drafts] = min(draft, draft_seconds.get(num_drafts, draft))
+        if round_index + 1 >= MIN_ROUNDS and time.perf_counter() - started > ROUNDS_SECONDS:
+            break
+    return StepCosts(verify_seconds, draft_seconds)
+
+
+def _time_step(step: Step, row_B: Tensor, num_accepted: int) -> tuple[float, float]:
+    """Seconds of the two halves of a step whose drafts were kept so often."""
+    started = time.perf_counter()
+    verified = step.verify(row_B)
+    verified_at = time.perf_counter()
+    step.draft(row_B, verified._replace(num_accepted_B=torch.full_like(verified.num_accepted_B, num_accepted)))
+    return verified_at - started, time.perf_counter() - verified_at

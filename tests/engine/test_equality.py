@@ -1,0 +1,211 @@
+"""What the engine answers is what the reference decoder and `transformers.generate` answer, token for token.
+
+Tiny float32 targets of many families, plain and with drafters that are right about some tokens and wrong about others.
+An answer may part from the expected one only where the target's own two best tokens are closer than NEAR_TIE.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, family_target, sequential, trained_drafter
+from peagle.bench.acceptance import NEAR_TIE
+from peagle.decoding.reference import Step, decode
+from peagle.drafter.model import Drafter
+from peagle.engine.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import EngineStats, RequestOutput, Update
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+
+MAX_TOKENS = 16
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
+LENGTHS = (1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 36, 40)
+SOME = (0, 4, 8, 9, 15)
+"""prompts that are also decoded with drafts by the reference decoder, and alone by the engine"""
+ROOMY = {"page_size": 4, "max_length": 80}
+TIGHT = {"page_size": 2, "max_length": 60, "num_pages": 38, "prefill_tokens": 24}
+METHODS = {"none": 0, "eagle3": 3, "p-eagle": 4}
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 268) for _ in range(length)] for length in LENGTHS]
+    for index in (9, 11, 13):
+        prompts[index][:16] = prompts[8]
+    return prompts
+
+
+PROMPTS = make_prompts()
+
+
+@dataclass
+class Case:
+    """A target, what is expected of it, and drafters for it. Made once, as far as somebody asks for it."""
+
+    target: HFTarget
+    served: HFTarget
+    """the same weights, lent to engines"""
+    references: dict[str, dict[int, list[Step]]] = field(default_factory=dict)
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """What transformers generates, one prompt at a time."""
+        return [self._generate(prompt) for prompt in PROMPTS]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        row = torch.tensor([prompt])
+        output = self.target.model.generate(
+            row, attention_mask=torch.ones_like(row), max_new_tokens=MAX_TOKENS, do_sample=False
+        )
+        return output[0, len(prompt) :].tolist()
+
+    @cached_property
+    def parallel(self) -> Drafter:
+        texts = [prompt + answer for prompt, answer in zip(PROMPTS, self.answers, strict=True)]
+        return trained_drafter(self.target, [text for text in texts if len(text) > MAX_TOKENS])
+
+    def drafter(self, method: str) -> Drafter | None:
+        if method == "none":
+            return None
+        return self.parallel if method == "p-eagle" else sequential(self.parallel, self.target)
+
+    def reference(self, method: str) -> dict[int, list[Step]]:
+        """Steps of the reference decoder for some of the prompts."""
+        if method not in self.references:
+            drafter, num_draft_tokens = self.drafter(method), METHODS[method]
+            self.references[method] = {
+                index: list(
+                    decode(self.target, PROMPTS[index], GREEDY, drafter=drafter, num_draft_tokens=num_draft_tokens)
+                )
+                for index in SOME
+            }
+        return self.references[method]
+
+    def engine(self, method: str, **settings: Any) -> Engine:
+        return Engine(self.served, self.drafter(method), METHODS[method], EngineConfig(**settings))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(family_target(request.param), family_target(request.param))
+
+
+@dataclass
+class Served:
+    """Answers of an engine in the order of the prompts, and how many tokens of each step were accepted drafts."""
+
+    outputs: list[RequestOutput]
+    accepted: list[list[int]]
+    stats: EngineStats
+
+    @property
+    def answers(self) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in self.outputs]
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Served:
+    accepted: dict[str, list[int]] = {}
+
+    def listen(update: Update) -> None:
+        if update.num_drafts:
+            accepted.setdefault(update.request_id, []).append(update.num_accepted)
+
+    ids = [engine.add(prompt, own, on_update=listen) for prompt, own in zip(prompts, params, strict=True)]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
+    return Served([outputs[name] for name in ids], [accepted.get(name, []) for name in ids], engine.stats())
+
+
+def serve_once(case: Case, method: str, prompts: Sequence[list[int]], params: Any = GREEDY, **settings: Any) -> Served:
+    engine = case.engine(method, **settings)
+    try:
+        return serve(engine, prompts, [params] * len(prompts) if isinstance(params, SamplingParams) else params)
+    finally:
+        engine.close()
+
+
+def assert_same(target: HFTarget, found: list[list[int]], expected: list[list[int]], prompts: list[list[int]]) -> None:
+    """Equal, or parted at a near tie; those are counted and printed."""
+    num_near_ties = 0
+    for ours, theirs, prompt in zip(found, expected, prompts, strict=True):
+        if ours == theirs:
+            continue
+        part = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(ours), len(theirs)),
+        )
+        gap = target.top_two_gap([*prompt, *theirs[:part]])
+        assert gap < NEAR_TIE, f"token {part} after {len(prompt)} of prompt: {ours} is not {theirs}, the gap is {gap}"
+        num_near_ties += 1
+    print(f"{target.name}: {len(found)} answers, {num_near_ties} part at a near tie")
+
+
+def assert_same_drafts(found: list[int], steps: list[Step]) -> None:
+    """Each step accepted what the reference decoder's did, unless the drafter itself wavered there."""
+    expected = [step for step in steps if step.draft_token_ids]
+    for ours, step in zip(found, expected, strict=False):
+        if ours != step.num_accepted_emitted:
+            assert min(step.draft_gaps) < NEAR_TIE, f"accepted {ours}, the reference {step.num_accepted_emitted}"
+            return
+    assert len(found) == len(expected), "as many steps as the reference decoder"
+
+
+def assert_mixed(stats: EngineStats) -> None:
+    """Some drafts were accepted, at more than one depth, and some rejected."""
+    first, second, *_, last = stats.accepted_per_position
+    assert 0 < first < stats.num_drafts, "both accepted and rejected drafts belong in this test"
+    assert second > 0 and last < first, f"accepted at several depths: {stats.accepted_per_position}"
+
+
+def test_the_reference_decoder_equals_transformers_for_every_family(case: Case) -> None:
+    for method in METHODS:
+        steps = case.reference(method)
+        found = [[token for step in steps[index] for token in step.token_ids] for index in SOME]
+        assert_same(case.target, found, [case.answers[i] for i in SOME], [PROMPTS[i] for i in SOME])
+    assert len({tuple(answer) for answer in case.answers}) > 12, "answers vary"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sixteen_requests_of_mixed_lengths_get_the_targets_own_answers(case: Case, method: str) -> None:
+    """The second time all prompts are found in the pages, where the drafter's entries must be right too."""
+    engine = case.engine(method, **ROOMY)
+    for is_repeated in (False, True):
+        served = serve(engine, PROMPTS, [GREEDY] * 16)
+        assert_same(case.target, served.answers, case.answers, PROMPTS)
+        for index, steps in case.reference(method).items():
+            assert_same_drafts(served.accepted[index], steps)
+        num_reused = sum(output.metrics.num_cached_tokens > 0 for output in served.outputs)
+        assert num_reused >= (12 if is_repeated else 3), "prompts that begin alike share pages"
+    engine.close()
+    if method != "none":
+        assert_mixed(served.stats)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_of_one_gets_the_same_answers_as_a_batch_of_sixteen(case: Case, method: str) -> None:
+    prompts = [PROMPTS[index] for index in SOME]
+    served = serve_once(case, method, prompts, max_batch=1, max_length=80)
+    assert_same(case.target, served.answers, [case.answers[index] for index in SOME], prompts)
+    for found, steps in zip(served.accepted, case.reference(method).values(), strict=True):
+        assert_same_drafts(found, steps)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method: str) -> None:
+    served = serve_once(case, method, PROMPTS, **TIGHT)
+    assert_same(case.target, served.answers, case.answers, PROMPTS)
+    stats = served.stats
+    assert stats.num_preemptions > 0, "the pages are too few for all"
+    assert stats.num_cached_tokens > 0, "prompts that begin alike share pages"
+    assert max(LENGTHS) > TIGHT["prefill_tokens"], "the longest prompt comes in pieces"
+    if method != "none":
+        assert_mixed(stats)

@@ -1,0 +1,111 @@
+"""Products of a few rows: our kernel against torch's, and the layers that use it."""
+
+import pytest
+import torch
+from torch import nn
+
+from peagle.kernels.skinny_linear import (
+    ACTIVATIONS,
+    MOST_ROWS,
+    SkinnyLinear,
+    Tiling,
+    gated_linear,
+    is_few,
+    normed_linear,
+    skinny_linear,
+    use_plain_linears,
+    use_skinny_linears,
+)
+
+triton = pytest.importorskip("triton")
+CUT = Tiling(columns=16, step=32, num_warps=4, num_stages=2)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, MOST_ROWS])
+@pytest.mark.parametrize(("num_columns", "size"), [(48, 64), (50, 72), (16, 40)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kernel_equals_torch(num_rows: int, num_columns: int, size: int, has_bias: bool) -> None:
+    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+
+    x = torch.randn(num_rows, size, device=DEVICE)
+    weight = torch.randn(num_columns, size, device=DEVICE)
+    bias = torch.randn(num_columns, device=DEVICE) if has_bias else None
+    found = skinny_linear_triton(x, weight, bias, CUT)
+    torch.testing.assert_close(found, nn.functional.linear(x, weight, bias), atol=2e-5, rtol=2e-5)
+
+
+def test_kernel_takes_rows_that_lie_apart() -> None:
+    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+
+    wide, weight = torch.randn(4, 96, device=DEVICE), torch.randn(20, 32, device=DEVICE)
+    found = skinny_linear_triton(wide[:, 32:64], weight, None, CUT)
+    torch.testing.assert_close(found, wide[:, 32:64] @ weight.T, atol=2e-5, rtol=2e-5)
+
+
+def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norm_joins_the_product_after_it(has_bias: bool) -> None:
+    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+
+    x, weight = torch.randn(5, 72, device=DEVICE), torch.randn(50, 72, device=DEVICE)
+    scale, bias = torch.rand(72, device=DEVICE) + 0.5, torch.randn(50, device=DEVICE) if has_bias else None
+    found = skinny_linear_triton(x, weight, bias, CUT, scale, 1e-5)
+    expected = nn.functional.linear(rms_norm(x, scale, 1e-5), weight, bias)
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gate_joins_the_two_products_before_it(activation: str, has_norm: bool, has_bias: bool) -> None:
+    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+
+    x, weight = torch.randn(3, 72, device=DEVICE), torch.randn(2 * 50, 72, device=DEVICE) * 0.2
+    scale = torch.rand(72, device=DEVICE) + 0.5 if has_norm else None
+    bias = torch.randn(2 * 50, device=DEVICE) if has_bias else None
+    found = skinny_linear_triton(x, weight, bias, CUT, scale, 1e-5, activation)
+    rows = x if scale is None else rms_norm(x, scale, 1e-5)
+    gate, up = nn.functional.linear(rows, weight, bias).chunk(2, dim=-1)
+    torch.testing.assert_close(found, ACTIVATIONS[activation](gate) * up, atol=5e-5, rtol=5e-5)
+
+
+def test_few_rows_are_few_rows_of_half_precision_on_a_gpu() -> None:
+    assert not is_few(torch.zeros(1, 2, 8)), "not on a CPU"
+    if DEVICE == "cuda":
+        few = torch.zeros(1, MOST_ROWS, 8, device=DEVICE, dtype=torch.bfloat16)
+        assert is_few(few)
+        assert not is_few(few.float())
+        assert not is_few(few.repeat(1, 2, 1))
+
+
+def test_layers_become_skinny_in_place_and_back() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    x = torch.randn(3, 6)
+    expected, names = module(x), list(module.state_dict())
+    use_skinny_linears(module)
+    assert isinstance(module[0], SkinnyLinear)
+    assert list(module.state_dict()) == names
+    assert torch.equal(module(x), expected)
+    use_plain_linears(module)
+    assert type(module[0]) is nn.Linear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (4096, 4096), (28672, 4096)])
+def test_products_on_a_gpu_equal_torch_to_rounding(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
+    for num_rows in (1, 8, 16, 40):
+        x = torch.randn(1, num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        plain = nn.functional.linear(x, weight)
+        torch.testing.assert_close(skinny_linear(x, weight, None), plain, atol=2e-2, rtol=2e-2)
+    scale = torch.rand(shape[1], device="cuda", dtype=torch.bfloat16) + 0.5
+    few = torch.randn(1, 8, shape[1], device="cuda", dtype=torch.bfloat16)
+    product = rms_norm(few.float(), scale.float(), 1e-5) @ weight.float().T
+    torch.testing.assert_close(normed_linear(few, scale, 1e-5, weight, None).float(), product, atol=5e-2, rtol=5e-2)
+    gate, up = product.chunk(2, dim=-1)
+    found = gated_linear(few, scale, 1e-5, weight, None, "silu").float()
+    torch.testing.assert_close(found, nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

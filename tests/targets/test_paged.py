@@ -1,0 +1,77 @@
+"""A target over paged memory: equal to its own forward, and given back as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, family_target
+from peagle.errors import TargetError
+from peagle.kernels.attention import PagedRows
+from peagle.targets.hf import HFTarget
+from peagle.targets.paged import PagedTarget
+
+TEXT = [(13 * place) % 260 + 4 for place in range(19)]
+
+
+def rows_of(context: int, num_rows: int) -> PagedRows:
+    """One request in the pages 3, 1, 2, ... of four tokens."""
+    pages = [3, 1, 2, 5, 4]
+    cells = [pages[index // 4] * 4 + index % 4 for index in range(context, context + num_rows)]
+    return PagedRows(
+        torch.tensor([pages], dtype=torch.int32),
+        torch.tensor([0, num_rows]),
+        torch.tensor([context]),
+        torch.tensor(cells),
+        torch.empty(num_rows, 0),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_pieces_of_a_text_give_the_logits_and_states_of_one_forward(family: str) -> None:
+    target = family_target(family)
+    whole = target.forward(torch.tensor([TEXT]))
+    paged = PagedTarget(target)
+    memory = paged.new_memory(6, 4)
+    for start, end in ((0, 7), (7, 8), (8, 19)):
+        ids, positions = torch.tensor(TEXT[start:end]), torch.arange(start, end)
+        logits_NV, aux_NA = paged.forward(ids, positions, memory, rows_of(start, end - start), None)
+        assert torch.allclose(logits_NV, whole.logits_BTV[0, start:end], atol=2e-4), f"logits {start}..{end}"
+        assert torch.allclose(aux_NA, whole.aux_hidden_BTA[0, start:end], atol=2e-4), f"states {start}..{end}"
+    last_RV, _ = paged.forward(ids, positions, memory, rows_of(8, 11), torch.tensor([10]))
+    assert torch.allclose(last_RV, whole.logits_BTV[0, -1:], atol=2e-4), "logits of chosen rows only"
+    paged.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closing_gives_the_target_its_attention_and_layers_back(family: str) -> None:
+    target = family_target(family)
+    before = target.forward(torch.tensor([TEXT])).logits_BTV
+    attention = target.model.config._attn_implementation
+    paged = PagedTarget(target)
+    assert target.model.config._attn_implementation != attention
+    paged.close()
+    assert target.model.config._attn_implementation == attention
+    assert not any("forward" in vars(module) for module in target.model.modules()), "no layer keeps a wrapped forward"
+    assert torch.equal(target.forward(torch.tensor([TEXT])).logits_BTV, before)
+
+
+def with_attention_arguments(**arguments: Any) -> HFTarget:
+    """A target whose third layer hands more to its attention."""
+    target = family_target("llama")
+    attention = target.layers[2].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs, **arguments)
+    return target
+
+
+def test_an_attention_argument_that_is_not_known_is_refused_by_name_and_layer() -> None:
+    target = with_attention_arguments(relative_bias=torch.ones(1))
+    with pytest.raises(TargetError, match=r"LlamaForCausalLM gives its attention relative_bias \(layer 2\)"):
+        PagedTarget(target)
+    assert target.model.config._attn_implementation == "sdpa", "a refused target is left as it was"
+
+
+def test_an_attention_argument_that_is_none_or_changes_nothing_is_let_through() -> None:
+    PagedTarget(with_attention_arguments(relative_bias=None, output_attentions=False)).close()
