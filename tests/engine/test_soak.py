@@ -81,7 +81,7 @@ def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered
     kinds = make_kinds(target)
     texts = [[*kind.prompt, *kind.token_ids] for kind in kinds]
     drafter = trained_drafter(target, [text for text in texts if len(text) > 6], num_draft_tokens=NUM_DRAFT_TOKENS)
-    config = EngineConfig(max_batch=32, max_length=48, page_size=2, num_pages=120, prefill_tokens=64)
+    config = EngineConfig(max_batch=32, max_length=48, page_size=1, num_pages=240, prefill_tokens=64)
     engine = Engine(target, drafter, NUM_DRAFT_TOKENS, config)
     rng = random.Random(2)
     open_requests: dict[str, Kind] = {}
@@ -111,5 +111,5 @@ def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered
     assert not open_requests and num_finished + num_aborted == NUM_REQUESTS
     assert stats.num_pages_used == 0 and stats.num_running == 0 and stats.num_waiting == 0
     assert (stats.num_finished, stats.num_aborted) == (num_finished, num_aborted)
-    assert num_aborted > 100 and stats.num_preemptions > 10 and stats.num_cached_tokens > 0
+    assert num_aborted > 100 and stats.num_preemptions > 50 and stats.num_cached_tokens > 0
     assert 0 < stats.accepted_per_position[0] < stats.num_drafts, "some drafts are accepted, some are not"

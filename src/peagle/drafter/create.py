@@ -30,7 +30,7 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // num_heads,
+        head_dim=_head_dim(config) or target.hidden_size // num_heads,
         vocab_size=target.vocab_size,
         draft_vocab_size=switches.pop("draft_vocab_size", None) or target.vocab_size,
         target_hidden_size=target.hidden_size,
@@ -40,6 +40,14 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
         rope_parameters=_rope_parameters(config),
         **switches,
     )
+
+
+def _head_dim(config: Any) -> int | None:
+    """Numbers a head has, in the first layer where they differ from layer to layer; None where the config is silent."""
+    try:
+        return getattr(config, "head_dim", None)
+    except Exception:  # transformers refuses the question where layers differ (Gemma-4), with an error of its own
+        return getattr(config.per_layer_config[0], "head_dim", None)
 
 
 def create_drafter(target: "HFTarget", config: DrafterConfig, init: Literal["target", "random"], seed: int) -> Drafter:

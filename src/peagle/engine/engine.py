@@ -23,10 +23,11 @@ from peagle.engine.config import (
     MAX_CHUNKS,
     EngineConfig,
 )
+from peagle.engine.launch import Emission, Launch
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, TokenLogprobs, Update
 from peagle.engine.pages import PagePool
 from peagle.engine.request import Request
-from peagle.engine.runner import Emission, Launch, Progress, Runner
+from peagle.engine.runner import Progress, Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
 from peagle.errors import ConfigError, EngineDeadError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -356,7 +357,8 @@ def _check_types(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not isinstance(value, int):
             raise RequestError(f"{name} must be a whole number, got {value!r}")
-    if isinstance(params.stop, str) or not all(isinstance(text, str) for text in params.stop):
+    stop: object = params.stop
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
 
 

@@ -7,9 +7,7 @@ host reads a launch's results while the next one runs. On a CPU `launch` does th
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,16 +19,15 @@ from peagle.drafter.model import Drafter
 from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
 from peagle.engine.calibrate import MAX_DRAFT_TOKENS, calibrate
 from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
+from peagle.engine.graphs import Captures, compile_once, record
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
-from peagle.engine.outputs import TokenLogprobs
-from peagle.engine.packing import pack_models, quantize_target
+from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
+from peagle.engine.packing import join_models, pack_models, quantize_target
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Plan
 from peagle.engine.step import Chunks, Decoded, RowState, Step
+from peagle.engine.transfers import Transfers
 from peagle.errors import CapacityError
-from peagle.kernels.joined_linear import join_linears, part_linears
-from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
-from peagle.targets.fusing import fuse
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import Compile, LayerShape, PagedTarget
 
@@ -43,76 +40,12 @@ Progress = Callable[[str, int, int], None]
 """Told what is being prepared, how many parts are done, and of how many."""
 
 
-class Emission(NamedTuple):
-    """What one pass emitted for one request, void if the request's epoch is another by now."""
-
-    request: Request
-    epoch: int
-    token_ids: list[int]
-    num_drafts: int
-    """draft tokens that were verified; 0 for prefill and plain decoding"""
-    logprobs: list[TokenLogprobs] | None
-
-
-@dataclass
-class Launch:
-    """A plan on its way. `collect` waits for it and tells what it emitted, prefill first."""
-
-    passes: "list[Pass]"
-    done: Any
-    started: Any = None
-
-    def collect(self) -> list[Emission]:
-        if self.done is not None:
-            self.done.synchronize()
-        return [emission for each in self.passes for emission in each.emissions()]
-
-    def device_seconds(self) -> float | None:
-        """How long the device worked on it; None on a CPU. Only after `collect`."""
-        return None if self.started is None else self.started.elapsed_time(self.done) / 1000
-
-
-@dataclass
-class Pass:
-    """One pass of a launch: whose rows it ran, and where its results will be."""
-
-    requests: list[Request]
-    epochs: list[int]
-    emitted: Tensor
-    is_decode: bool
-    logprobs: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-
-    def emissions(self) -> Iterator[Emission]:
-        rows = self.emitted.tolist()
-        for index, (request, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
-            count, *tokens = rows[index]
-            logprobs = self._logprobs(index, count) if index in self.logprobs else None
-            num_drafts = request.num_draft_tokens if self.is_decode else 0
-            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs)
-
-    def _logprobs(self, index: int, count: int) -> list[TokenLogprobs]:
-        chosen, values, ids = (part[:count].tolist() for part in self.logprobs[index])
-        return [
-            TokenLogprobs(own, dict(zip(top_ids, top, strict=True)))
-            for own, top, top_ids in zip(chosen, values, ids, strict=True)
-        ]
-
-
 class StepTimes(NamedTuple):
     """Seconds on the device of one decode step, and of its two halves."""
 
     step: float
     verify: float
     draft: float
-
-
-@dataclass(frozen=True)
-class Captures:
-    """What start-up cost: graphs recorded, seconds, and bytes of device memory they hold."""
-
-    num_graphs: int
-    seconds: float
-    num_bytes: int
 
 
 class Runner:
@@ -136,11 +69,11 @@ class Runner:
         self.captures_graphs = is_gpu if config.capture is None else config.capture
         self.is_asynchronous = is_gpu
         compiles = is_gpu if config.compile is None else config.compile
-        compile: Compile | None = _compile if compiles else None
+        compile: Compile | None = compile_once if compiles else None
         self._restore: list[Callable[[], object]] = []
         try:
             if is_gpu:
-                self._speed_up_linears()
+                self._restore.append(join_models(target, drafter))
             else:
                 self._prepare_linears(num_draft_tokens)
             self.paged_target = PagedTarget(target, compile)
@@ -163,7 +96,7 @@ class Runner:
                 target.max_length - 1,
                 compile,
             )
-            self._uploads = _Uploads(self.device)
+            self._transfers = Transfers(self.device)
             self._decode_rows: list[int] = []
             self._decode_graphs: dict[int, tuple[Tensor, Callable[[], Decoded]]] = {}
             self._prefill_graphs: dict[tuple[int, int], tuple[Tensor, Callable[[], Decoded]]] = {}
@@ -229,9 +162,9 @@ class Runner:
                 self.rows.place(request)
         if plan.chunks:
             for name in ("max_draft", "seed", "temperature", "top_k", "top_p", "min_p"):
-                self._uploads.send(getattr(self.rows, name), getattr(self.state, name))
+                self._transfers.send(getattr(self.rows, name), getattr(self.state, name))
         if plan.chunks or plan.grown:
-            self._uploads.send(self.rows.page_table, self.state.page_table)
+            self._transfers.send(self.rows.page_table, self.state.page_table)
 
     def _prefill(self, plan: Plan) -> Pass:
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -240,14 +173,14 @@ class Runner:
         pack_chunks(plan.chunks, self.state.nobody, *bucket, packed)
         if self.captures_graphs:
             device_packed, replay = self._prefill_graphs[bucket]
-            self._uploads.send(packed, device_packed)
+            self._transfers.send(packed, device_packed)
             decoded = replay()
         else:
             decoded = self.step.prefill(_chunks(torch.from_numpy(packed).to(self.device), bucket))
         last = [(index, chunk.request) for index, chunk in enumerate(plan.chunks) if chunk.is_last]
-        emitted = self._uploads.fetch(decoded.emitted_BL1[: len(plan.chunks)])
+        emitted: Rows = self._transfers.fetch(decoded.emitted_BL1[: len(plan.chunks)])
         if len(last) < len(plan.chunks):
-            emitted = _Selected(emitted, [index for index, _ in last])  # type: ignore[assignment]
+            emitted = SelectedRows(emitted, [index for index, _ in last])
         result = Pass([request for _, request in last], [request.epoch for _, request in last], emitted, False)
         self._add_logprobs(result, decoded, [index for index, _ in last], 1)
         return result
@@ -268,12 +201,12 @@ class Runner:
             device_rows, replay = self._decode_graphs[size]
             padded = rows + [self.state.nobody] * (size - len(rows))
             if padded != self._decode_rows:
-                self._uploads.send(np.array(padded, np.int64), device_rows)
+                self._transfers.send(np.array(padded, np.int64), device_rows)
                 self._decode_rows = padded  # type: ignore[assignment]
             decoded = replay()
         else:
             decoded = self.step.decode(torch.tensor(rows, device=self.device))
-        emitted = self._uploads.fetch(decoded.emitted_BL1[: len(rows)])
+        emitted = self._transfers.fetch(decoded.emitted_BL1[: len(rows)])
         result = Pass(list(requests), [request.epoch for request in requests], emitted, True)
         self._add_logprobs(result, decoded, list(range(len(rows))), self.num_draft_tokens + 1)
         return result
@@ -292,16 +225,6 @@ class Runner:
             )  # type: ignore[assignment]
 
     # Start-up ---------------------------------------------------------------------------------------------------------
-
-    def _speed_up_linears(self) -> None:
-        """On a GPU: fewer and faster launches for a step's few rows."""
-        passes = {self.target.model: partial(_target_pass, self.target)}
-        if self.drafter is not None:
-            passes[self.drafter] = partial(_drafter_pass, self.drafter, self.target)
-        for model, run in passes.items():
-            join_linears(model)
-            use_skinny_linears(model)
-            self._restore += [partial(part_linears, model), partial(use_plain_linears, model), fuse(model, run)]
 
     def _prepare_linears(self, num_draft_tokens: int | None) -> None:
         """On a CPU: give the linear layers the form that serves a step's few rows best."""
@@ -368,12 +291,12 @@ class Runner:
             pack_chunks((), self.state.nobody, *bucket, packed)
             device_packed = torch.from_numpy(packed).to(self.device)
             chunks = _chunks(device_packed, bucket)
-            self._prefill_graphs[bucket] = device_packed, _record(lambda c=chunks: self.step.prefill(c), pool)  # type: ignore[misc]
+            self._prefill_graphs[bucket] = device_packed, record(lambda c=chunks: self.step.prefill(c), pool)  # type: ignore[misc]
         graphs = {}
         for num_done, size in enumerate(decode_sizes, start=len(prefill_sizes)):
             progress(f"decoding {size} requests", num_done, total)
             rows = torch.full((size,), self.state.nobody, device=self.device)
-            graphs[size] = rows, _record(lambda r=rows: self.step.decode(r), pool)  # type: ignore[misc]
+            graphs[size] = rows, record(lambda r=rows: self.step.decode(r), pool)  # type: ignore[misc]
         self._decode_graphs = dict(sorted(graphs.items()))
         progress("ready", total, total)
         captures = Captures(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
@@ -400,7 +323,7 @@ class Runner:
         verify = step
         if self.drafter is not None:
             verify = self._seconds(
-                _record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle()), length, repeats
+                record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle()), length, repeats
             )
         rows.copy_(saved[0])
         self.state.page_table.copy_(saved[1])
@@ -422,106 +345,9 @@ class Runner:
         return best
 
 
-class _Uploads:
-    """Copies between numpy and the device. On a GPU through pinned memory, so that nothing waits.
-
-    Each destination has two pinned buffers in turn: by the time the first is written again, the launch that read it
-    has been collected.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._pinned: dict[int, list[Tensor]] = {}
-
-    def send(self, source: np.ndarray, destination: Tensor) -> None:
-        if not self._is_gpu:
-            destination.copy_(torch.from_numpy(source))
-            return
-        ring = self._pinned.get(destination.data_ptr())
-        if ring is None:
-            ring = [torch.empty(destination.shape, dtype=destination.dtype, pin_memory=True) for _ in range(2)]
-            self._pinned[destination.data_ptr()] = ring
-        ring.reverse()
-        np.copyto(ring[0].numpy(), source)
-        destination.copy_(ring[0], non_blocking=True)
-
-    def fetch(self, source: Tensor) -> Tensor:
-        """A host tensor that will hold `source` once the launch is done."""
-        if not self._is_gpu:
-            return source
-        result = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        return result.copy_(source, non_blocking=True)
-
-
-class _Selected:
-    """Some rows of a host tensor that is not there yet."""
-
-    def __init__(self, tensor: Tensor, indexes: list[int]) -> None:
-        self.tensor, self.indexes = tensor, indexes
-
-    def tolist(self) -> list[list[int]]:
-        rows = self.tensor.tolist()
-        return [rows[index] for index in self.indexes]
-
-
-def _target_pass(target: HFTarget) -> Tensor:
-    """A short pass of the target as it is."""
-    token_ids_1T = torch.arange(1, 5, device=target.device)[None]
-    logits: Tensor = target.model(input_ids=token_ids_1T, use_cache=False).logits
-    return logits
-
-
-def _drafter_pass(drafter: Drafter, target: HFTarget) -> Tensor:
-    """A short pass of the drafter over depth-0 slots, the same each time."""
-    token_ids_1T, position_1T = (
-        torch.arange(1, 5, device=target.device)[None],
-        torch.arange(4, device=target.device)[None],
-    )
-    aux_A = torch.linspace(-1, 1, drafter.config.aux_size, device=target.device, dtype=target.dtype)
-    fused_1TD = drafter.fuse(aux_A.expand(1, 4, -1))
-    visible_1TT = torch.ones(1, 4, 4, dtype=torch.bool, device=target.device).tril()
-    return drafter(token_ids_1T, fused_1TD, position_1T, visible_1TT).normed_BSD
-
-
 def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(module, *args, **kwargs)
 
 
 def _chunks(packed: Tensor, bucket: tuple[int, int]) -> Chunks:
     return Chunks(*(packed[part] for part in split_packed(*bucket)))
-
-
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any batch size at once. Variants of one function (0, 1 or more rows, kinds of layers) are few."""
-    return torch.compile(function, dynamic=True)
-
-
-@contextmanager
-def _compiler_settings() -> Iterator[None]:
-    with (
-        torch._dynamo.config.patch(recompile_limit=64),
-        torch._inductor.config.patch(combo_kernels=True),  # independent small kernels become one launch
-        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
-            use_duck_shape=False
-        ),
-    ):
-        yield
-
-
-def _record(run: Callable[[], Decoded], pool: Any) -> Callable[[], Decoded]:
-    """Record `run` as a CUDA graph, after running it twice: the first compiles, the second finds everything there."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), _compiler_settings():
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with _compiler_settings(), torch.cuda.graph(graph, pool=pool):
-        decoded = run()
-
-    def replay() -> Decoded:
-        graph.replay()
-        return decoded
-
-    return replay

@@ -41,6 +41,8 @@ class HFTarget:
         self.shipped_drafter = shipped_drafter
         config = model.config.get_text_config()
         _check_usable(model, config)
+        if getattr(config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("eager")  # transformers' sdpa leaves the soft cap of attention scores out
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size

@@ -1,0 +1,55 @@
+"""Compiling parts of a step, and recording whole steps as CUDA graphs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Captures:
+    """What start-up cost: graphs recorded, seconds, and bytes of device memory they hold."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any batch size at once. Variants of one function (0, 1 or more rows, kinds of layers) are few."""
+    return torch.compile(function, dynamic=True)
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    with (
+        torch._dynamo.config.patch(recompile_limit=64),
+        torch._inductor.config.patch(combo_kernels=True),  # independent small kernels become one launch
+        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
+            use_duck_shape=False
+        ),
+    ):
+        yield
+
+
+def record(run: Callable[[], T], pool: Any) -> Callable[[], T]:
+    """Record `run` as a CUDA graph, after running it twice: the first compiles, the second finds everything there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), compiler_settings():
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with compiler_settings(), torch.cuda.graph(graph, pool=pool):
+        decoded = run()
+
+    def replay() -> T:
+        graph.replay()
+        return decoded
+
+    return replay
