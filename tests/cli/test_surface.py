@@ -14,7 +14,9 @@ SAMPLING = (
 )
 
 FLAGS = {
-    "generate": (f"--compare --no-compare --raw --no-raw --system --json --no-json {SAMPLING} {TARGET} {DRAFTER}"),
+    "generate": (
+        f"--compare --no-compare --raw --no-raw --system --quantize --json --no-json {SAMPLING} {TARGET} {DRAFTER}"
+    ),
     "eval": (
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --seed --compare --no-compare "
         f"--json --no-json {TARGET} {DRAFTER}"

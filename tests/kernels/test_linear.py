@@ -279,3 +279,14 @@ def _make_fastest(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             trial.seconds[num_rows] = 0.5 if trial.kernel.name == name else 1.0
 
     monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
+
+
+def test_weights_with_a_few_large_entries_are_packed_like_others() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(1728, 576, bias=False))
+    with torch.no_grad():
+        module[0].weight[:, :3] *= 2000
+    x = torch.randn(8, 1728)
+    expected = module(x)
+    pack_linears(module, 8)
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-2)

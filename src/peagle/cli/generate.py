@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -43,6 +43,8 @@ class Arguments:
     """continue the prompt as it is, without the chat template"""
     system: str | None = None
     """system message before the prompt"""
+    quantize: Literal["int8"] | None = None
+    """on a CPU: give the target 8-bit weights; the answers are then those of the 8-bit target"""
     json: bool = False
     """print one JSON document instead of text and table"""
     sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = field(default_factory=SamplingParams)
@@ -143,7 +145,7 @@ def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], ar
     params = arguments.sampling
     if drafter is None:
         params = replace(params, num_draft_tokens=None)
-    with start(target, drafter, len(prompt_ids), params) as llm:
+    with start(target, drafter, len(prompt_ids), params, arguments.quantize) as llm:
         engine = llm.engine
         method = "plain" if drafter is None else "plain, no drafts pay here"
         if engine.drafter is not None:
@@ -153,7 +155,13 @@ def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], ar
         return answer(engine, prompt_ids, params, method, display(method, arguments))
 
 
-def start(target: "HFTarget", drafter: "Drafter | None", prompt_length: int, params: SamplingParams) -> "LLM":
+def start(
+    target: "HFTarget",
+    drafter: "Drafter | None",
+    prompt_length: int,
+    params: SamplingParams,
+    quantize: Literal["int8"] | None,
+) -> "LLM":
     from peagle.engine.llm import LLM
 
     with Console(stderr=True).status("starting the engine") as status:
@@ -163,6 +171,7 @@ def start(target: "HFTarget", drafter: "Drafter | None", prompt_length: int, par
             params.num_draft_tokens,
             max_batch=params.n,
             max_length=min(prompt_length + params.max_tokens, target.max_length),
+            quantize=quantize,
             reuse_prefixes=params.n > 1,  # several answers share the prompt; one must not find the warm-up's
             progress=lambda what, done, total: status.update(f"starting the engine: {what} ({done} of {total})"),
         )

@@ -41,9 +41,10 @@ def calibrate(target: PagedTarget, drafter: Drafter, page_size: int) -> int:
     table = speed_table(costs, acceptance)
     chosen = choose_num_draft_tokens(costs, acceptance)
     for row in table:
-        log.info("%s%s", row, " (chosen)" if row.num_draft_tokens == chosen else "")
+        log.debug("%s", row)
     reason = "no number of draft tokens is expected to pay on this machine" if chosen == 0 else "the fastest expected"
-    log.info("num_draft_tokens %d: %s, measured in %.2f s", chosen, reason, time.perf_counter() - started)
+    speeds = ", ".join(f"{row.num_draft_tokens}: {row.speed_up:.2f}x" for row in table[1:])
+    log.info("num_draft_tokens %d: %s (%s), measured in %.2f s", chosen, reason, speeds, time.perf_counter() - started)
     return chosen
 
 

@@ -30,12 +30,12 @@ class EngineConfig:
     reuse_prefixes: bool = True
     """keep the pages of earlier texts and take them over where a prompt begins alike"""
     compile: bool | None = None
-    """compile the layers; by default on a GPU"""
+    """on a GPU: compile the layers; by default yes"""
     capture: bool | None = None
-    """record each step as a CUDA graph; by default on a GPU"""
+    """on a GPU: record each step as a CUDA graph; by default yes"""
 
     pack: bool | None = None
-    """on a CPU: keep a packed copy of the linear layers' weights too; by default for float32 that is not compiled"""
+    """on a CPU: keep a packed copy of the linear layers' weights too; by default in float32"""
     quantize: Literal["int8"] | None = None
     """on a CPU: give the target 8-bit weights. They are another target than the float ones: answers are those of the
     rounded weights, and a drafter, which stays as it is, is still verified by them. The float weights stay in memory"""

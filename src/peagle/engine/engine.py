@@ -409,8 +409,12 @@ def _check_device(config: EngineConfig, target: HFTarget) -> None:
     for name, value in (("pack", config.pack), ("quantize", config.quantize)):
         if value and target.device.type != "cpu":
             raise ConfigError(f"{name} is {value!r}, but the target is on {target.device}", hint="it is for CPUs only")
-    if config.pack and config.compile:
-        raise ConfigError("pack and compile are both on", hint="compiled layers bring products of their own")
+    for name, value in (("compile", config.compile), ("capture", config.capture)):
+        if value and target.device.type == "cpu":
+            raise ConfigError(
+                f"{name} is on, but the target is on a CPU",
+                hint="it is for GPUs only; on a CPU packed weights are as fast and start at once",
+            )
 
 
 def _check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> int:

@@ -232,7 +232,7 @@ class Runner:
         num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
         if self.config.quantize is not None:
             self._restore.append(quantize_target(self.target, num_rows))
-        packs = self.target.dtype == torch.float32 and not self.config.compile
+        packs = self.target.dtype == torch.float32
         if packs if self.config.pack is None else self.config.pack:
             self._restore.append(pack_models(self.target, self.drafter, num_rows))
 

@@ -1,0 +1,68 @@
+"""The captured engine on a GPU: equal to the reference decoder in float32, and to itself whatever shares the batch."""
+
+import pytest
+import torch
+
+from families import FAMILIES, family_target, trained_drafter
+from peagle.decoding.reference import decode
+from peagle.drafter.model import Drafter
+from peagle.engine.llm import LLM
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[1, *range(20 + index, 20 + index + 3 * index + 2)] for index in range(12)]
+SMALL = {"max_batch": 8, "max_length": 128, "prefill_tokens": 64, "page_size": 4}
+
+
+def answers(
+    target: HFTarget, drafter: Drafter | None, num_drafts: int, params: list[SamplingParams]
+) -> list[list[int]]:
+    return [
+        [
+            token
+            for step in decode(target, prompt, own, drafter=drafter, num_draft_tokens=num_drafts)
+            for token in step.token_ids
+        ]
+        for prompt, own in zip(PROMPTS, params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None:
+    target = family_target(family)
+    drafter = trained_drafter(target, num_draft_tokens=4)
+    target.model.to("cuda")
+    drafter.to("cuda")
+    params = [SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
+    for own, num_drafts in ((None, 0), (drafter, 4)):
+        expected = answers(target, own, num_drafts, params)
+        with LLM(target, own, num_drafts or None, num_pages=160, **SMALL) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            stats = llm.engine.stats()
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found == expected
+        assert stats.num_pages_used == 0
+
+
+def test_half_precision_products_that_take_norms_along_answer_as_the_model_does() -> None:
+    target = family_target("llama")
+    target.model.to("cuda", torch.bfloat16)
+    prompt = PROMPTS[5]
+    with torch.no_grad():
+        expected = target.model(torch.tensor([prompt], device="cuda")).logits[0, -1].float()
+    with LLM(target, None, **SMALL) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, logprobs=5))
+    found = output.outputs[0].logprobs[0].top
+    wanted = expected.log_softmax(-1)
+    assert max(abs(wanted[token].item() - value) for token, value in found.items()) < 0.1
+
+
+def test_closing_an_engine_gives_its_memory_back() -> None:
+    target = family_target("llama")
+    target.model.to("cuda")
+    before = torch.cuda.memory_allocated()
+    with LLM(target, None, **SMALL) as llm:
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
+    assert torch.cuda.memory_allocated() - before < 2**20
