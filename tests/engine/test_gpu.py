@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from families import FAMILIES, family_target, trained_drafter
+from families import FAMILIES, family_target, sequential, trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -32,11 +32,14 @@ def answers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None:
     target = family_target(family)
-    drafter = trained_drafter(target, num_draft_tokens=4)
-    target.model.to("cuda")
-    drafter.to("cuda")
+    greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]
+    parallel = trained_drafter(target, texts)
+    one_by_one = sequential(parallel, target)
+    for model in (target.model, parallel, one_by_one):
+        model.to("cuda")
     params = [SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
-    for own, num_drafts in ((None, 0), (drafter, 4)):
+    for own, num_drafts in ((None, 0), (parallel, 4), (one_by_one, 3)):
         expected = answers(target, own, num_drafts, params)
         with LLM(target, own, num_drafts or None, num_pages=160, **SMALL) as llm:
             outputs = llm.generate(PROMPTS, params)
