@@ -398,3 +398,25 @@ def test_contradictions_between_requests_and_pages_are_named() -> None:
     second.pages.append(scheduler.pages.capacity)
     with pytest.raises(IntegrityError, match="'b' may write to page 100"):
         scheduler.check_integrity()
+
+
+def test_new_requests_are_held_back_to_share_a_prefill_pass_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "DECODES_A_NEW_REQUEST", 2)
+    scheduler = Scheduler(
+        SchedulerConfig(max_batch=12, max_length=64, prefill_tokens=64, max_held=3), PagePool(200, page_size=4)
+    )
+
+    def ask(name: str) -> Request:
+        request = Request(name, [1, 2, 3, len(name)], SamplingParams(max_tokens=50), 0, 64)
+        scheduler.add(request)
+        return request
+
+    first = [ask("a" * length) for length in range(1, 7)]
+    assert [chunk.request for chunk in scheduler.plan().chunks] == first, "nothing decodes yet, so nobody waits"
+    alone = ask("alone")
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert not plan.chunks and len(plan.decodes) == 6
+    assert [chunk.request for chunk in scheduler.plan().chunks] == [alone], "it has waited long enough"
+    together = [ask("b" * length) for length in range(8, 11)]
+    assert [chunk.request for chunk in scheduler.plan().chunks] == together, "enough for one pass"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import peagle.engine.scheduler as scheduler_module
 from peagle.engine.pages import WASTE_PAGE, PagePool
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Chunk, Plan, Scheduler, SchedulerConfig
@@ -126,6 +127,7 @@ class Setting:
     max_batch: int
     prefill_tokens: int
     max_chunks: int
+    max_held: int
     num_draft_tokens: int
     num_requests: int
     abort_rate: float
@@ -141,6 +143,7 @@ SETTINGS = st.builds(
     max_batch=st.integers(1, 5),
     prefill_tokens=st.integers(1, 24),
     max_chunks=st.integers(1, 4),
+    max_held=st.integers(0, 3),
     num_draft_tokens=st.integers(0, 4),
     num_requests=st.integers(1, 12),
     abort_rate=st.sampled_from([0.0, 0.0, 0.1]),
@@ -168,7 +171,9 @@ class Service:
         num_pages = 1 - (-longest // setting.page_size) + setting.num_spare_pages
         self.pool = PagePool(num_pages, setting.page_size, setting.reuse)
         has_drafter = setting.num_draft_tokens > 0
-        limits = SchedulerConfig(setting.max_batch, 60, setting.prefill_tokens, setting.max_chunks, has_drafter)
+        limits = SchedulerConfig(
+            setting.max_batch, 60, setting.prefill_tokens, setting.max_chunks, setting.max_held, has_drafter
+        )
         self.scheduler = Scheduler(limits, self.pool)
         self.device = FakeDevice(self.pool, self.choose, has_drafter)
 
@@ -240,8 +245,15 @@ class Service:
             assert request.answer_ids == expected[: len(request.answer_ids)], "an aborted answer is a beginning"
 
 
+@pytest.fixture(autouse=True)
+def _holds_back_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "DECODES_A_NEW_REQUEST", 1)
+
+
 @given(setting=SETTINGS)
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_every_token_reads_the_text_before_it_whatever_is_shared_preempted_or_aborted(setting: Setting) -> None:
     service = Service(setting)
     service.run()
@@ -256,6 +268,7 @@ def tight(seed: int, **changes: object) -> Setting:
         "max_batch": 4,
         "prefill_tokens": 8,
         "max_chunks": 3,
+        "max_held": 0,
         "num_draft_tokens": 3,
         "num_requests": 12,
         "abort_rate": 0.0,

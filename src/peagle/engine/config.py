@@ -7,6 +7,7 @@ from peagle.errors import ConfigError
 
 GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
+GPU_MAX_HELD = 8
 MAX_CHUNKS = 64
 """Chunks of a prefill pass, the last of which holds the padding."""
 
@@ -27,6 +28,9 @@ class EngineConfig:
     """share of the free GPU memory to take for pages; on a CPU a quarter of it is taken of all memory"""
     prefill_tokens: int = 2048
     """most prompt tokens run in one step beside the decoding requests"""
+    max_held: int | None = None
+    """steps for which a new request may be held back, while many decode, to share its prefill pass with others; by
+    default 8 on a GPU, where a pass costs its launches, and none on a CPU"""
     reuse_prefixes: bool = True
     """keep the pages of earlier texts and take them over where a prompt begins alike"""
     compile: bool | None = None
@@ -47,6 +51,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_held is not None and self.max_held < 0:
+            raise ConfigError(f"max_held must be 0 or more, got {self.max_held}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
         if self.max_length is not None and self.max_length < 2:

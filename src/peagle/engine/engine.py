@@ -19,6 +19,7 @@ from peagle.engine.config import (
     CPU_MAX_BATCH,
     CPU_MAX_LENGTH,
     GPU_MAX_BATCH,
+    GPU_MAX_HELD,
     GPU_MAX_LENGTH,
     MAX_CHUNKS,
     EngineConfig,
@@ -96,7 +97,12 @@ class Engine:
         self.drafter, self.num_draft_tokens = self.runner.drafter, self.runner.num_draft_tokens
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
         limits = SchedulerConfig(
-            max_batch, self.max_length, config.prefill_tokens, MAX_CHUNKS - 1, has_drafter=self.drafter is not None
+            max_batch,
+            self.max_length,
+            config.prefill_tokens,
+            MAX_CHUNKS - 1,
+            (GPU_MAX_HELD if is_gpu else 0) if config.max_held is None else config.max_held,
+            has_drafter=self.drafter is not None,
         )
         self.scheduler = Scheduler(limits, pages)
         self._groups: dict[str, Group] = {}

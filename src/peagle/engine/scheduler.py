@@ -20,6 +20,8 @@ The rules:
   passes an older one.
 - Prefill takes `prefill_tokens` a plan at most, the oldest first, but each leaves half of what is left to the younger
   ones, so that a short prompt gets through behind long ones.
+- A prefill pass costs about a decode pass, however few tokens it has. So where many requests decode, a new one may be
+  held back for a few plans, until others have come to share its pass.
 - Nothing is computed twice at the same time: a request whose next page an older one is just prefilling waits for it.
 
 Pages whose content is found in the pool are taken over and not prefilled. The drafter's entry at the first position
@@ -49,6 +51,9 @@ from peagle.engine.pages import IntegrityError, PagePool
 from peagle.engine.request import Request
 from peagle.errors import CapacityError, ConfigError, RequestError
 
+DECODES_A_NEW_REQUEST = 16
+"""One new request for so many that decode is worth a prefill pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -60,6 +65,8 @@ class SchedulerConfig:
     """most tokens of prompts in one plan"""
     max_chunks: int = 64
     """most prompts that one plan works on"""
+    max_held: int = 0
+    """plans for which a new request may be held back, while others decode, so that several share a prefill pass"""
     has_drafter: bool = False
     """pages carry drafter entries; what a request decodes plainly has none and is not reused"""
 
@@ -115,6 +122,7 @@ class Scheduler:
         """a heap, so that the rows in use stay close together"""
         self._num_arrived = 0
         self._last_chunks: list[Chunk] = []
+        self._num_held = 0
 
     @property
     def has_work(self) -> bool:
@@ -193,7 +201,7 @@ class Scheduler:
         preempted: list[Request] = []
         decodes = self._plan_decodes(grown, preempted)
         # Memory that was just taken from the youngest is not given to somebody younger still, or to itself.
-        self._last_chunks = chunks = self._plan_chunks(may_admit=not preempted)
+        self._last_chunks = chunks = self._plan_chunks(may_admit=not preempted and not self._holds_back(decodes))
         for chunk in chunks:
             if chunk.is_last and chunk.request.wants_decode:
                 chunk.request.num_in_flight += 1
@@ -227,6 +235,13 @@ class Scheduler:
                 return False
         request.pages += self.pages.allocate(num_new)
         return True
+
+    def _holds_back(self, decodes: list[Request]) -> bool:
+        """Whether new requests wait for more of them: enough have come, or have waited long enough, or all can go."""
+        num_new = min(len(self._waiting), len(self._free_rows))
+        is_few = 0 < num_new < len(decodes) // DECODES_A_NEW_REQUEST
+        self._num_held = self._num_held + 1 if is_few and self._num_held < self.config.max_held else 0
+        return self._num_held > 0
 
     def _plan_chunks(self, may_admit: bool) -> list[Chunk]:
         """Share out the prefill tokens: first half of what is left to each, then the rest to the youngest of them."""
