@@ -43,6 +43,8 @@ TABLE_WIDTH = 170
 """columns of a table that goes to a file or a pipe"""
 
 T = TypeVar("T")
+OnCell = Callable[[CellResult], None]
+OnStart = Callable[[str, int, int], None]
 
 
 def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:
@@ -214,8 +216,8 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     def num_requests(concurrency: int) -> int:
         return arguments.num_requests or default_num_requests(concurrency, len(prompts))
 
-    def measure(on_cell: Callable[[CellResult], None]) -> None:
-        factory = make_llm(arguments, target, drafters, prompt_ids)
+    def measure(on_cell: OnCell, on_start: OnStart) -> None:
+        factory = make_llm(arguments, target, drafters, prompt_ids, on_start)
         options: dict[str, Any] = {"num_requests": num_requests, "on_cell": on_cell}
         sweep(cells, factory, prompt_ids, params, results, device=target.device, **options)
         if arguments.anchors:
@@ -240,10 +242,10 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     bandwidth = measure_bandwidth(target.device)
     cells = cells_of((PLAIN,), {}, arguments.concurrency)
 
-    def measure(on_cell: Callable[[CellResult], None]) -> None:
+    def measure(on_cell: OnCell, on_start: OnStart) -> None:
         sweep(
             cells,
-            make_llm(arguments, target, {}, prompt_ids),
+            make_llm(arguments, target, {}, prompt_ids, on_start),
             prompt_ids,
             params,
             results,
@@ -278,7 +280,11 @@ def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafte
 
 
 def make_llm(
-    arguments: Arguments, target: "HFTarget", drafters: dict[str, "Drafter"], prompt_ids: list[list[int]]
+    arguments: Arguments,
+    target: "HFTarget",
+    drafters: dict[str, "Drafter"],
+    prompt_ids: list[list[int]],
+    on_start: OnStart,
 ) -> Any:
     """Engines just large enough for the workload, so that memory says what it needs."""
     longest = max(map(len, prompt_ids)) + arguments.max_tokens
@@ -288,6 +294,7 @@ def make_llm(
         max_batch=max(arguments.concurrency),
         max_length=min(longest, target.max_length),
         reuse_prefixes=False,
+        progress=on_start,
     )
 
 
@@ -295,7 +302,7 @@ def sampling_params(arguments: Arguments) -> SamplingParams:
     return SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
 
 
-def with_progress(measure: Callable[[Callable[[CellResult], None]], None], num_cells: int) -> bool:
+def with_progress(measure: Callable[[OnCell, OnStart], None], num_cells: int) -> bool:
     """Run `measure` under a progress bar; True where the user interrupted it."""
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=num_cells)
@@ -305,8 +312,11 @@ def with_progress(measure: Callable[[Callable[[CellResult], None]], None], num_c
             what = f"{result.cell.label} at {result.cell.concurrency}: {speed}"
             progress.update(task, advance=1, description=what)
 
+        def on_start(what: str, num_done: int, num_parts: int) -> None:
+            progress.update(task, description=f"starting an engine: {what} ({num_done} of {num_parts})")
+
         try:
-            measure(on_cell)
+            measure(on_cell, on_start)
         except KeyboardInterrupt:
             return True
     return False

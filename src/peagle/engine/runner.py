@@ -6,6 +6,7 @@ host reads a launch's results while the next one runs. On a CPU `launch` does th
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from peagle.engine.step import Chunks, Decoded, RowState, Step
 from peagle.engine.transfers import Transfers
 from peagle.errors import CapacityError
 from peagle.targets.hf import HFTarget
+from peagle.targets.load import cache_directory
 from peagle.targets.paged import Compile, LayerShape, PagedTarget
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class Runner:
         self.is_asynchronous = is_gpu
         compiles = is_gpu if config.compile is None else config.compile
         compile: Compile | None = compile_once if compiles else None
+        if compiles:
+            # What was compiled once is found again by the next start, also after a restart of the machine.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "compiled"))
         self._restore: list[Callable[[], object]] = []
         try:
             if is_gpu:
