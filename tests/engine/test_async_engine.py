@@ -363,3 +363,27 @@ def test_an_event_loop_that_closes_over_its_streams_does_not_stop_the_engine(eng
     assert len(tokens(asyncio.run(asyncio.wait_for(use(), 60)))) == SHORT.max_tokens
     with contextlib.suppress(StopIteration):
         stream.aclose().send(None)
+
+
+def test_an_idle_engine_audits_its_pages_and_stops_where_they_contradict_each_other(
+    target: HFTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        inner = Engine(target, config=EngineConfig(max_batch=2, max_length=64))
+        async with AsyncEngine(inner) as engine:
+            async for _ in engine.stream([1, 2, 3], SamplingParams(max_tokens=2)):
+                pass
+            await engine.stats()
+            inner.scheduler.pages.allocate(1)  # a page that nobody holds
+            with contextlib.suppress(EngineDeadError):
+                await engine.stats()  # idle again after it
+            for _ in range(100):
+                if not engine.is_alive:
+                    break
+                await asyncio.sleep(0.02)
+            assert not engine.is_alive
+            with pytest.raises(EngineDeadError, match="page"):
+                await engine.stats()
+
+    asyncio.run(main())
+    assert "the engine has stopped" in caplog.text
