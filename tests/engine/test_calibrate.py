@@ -92,7 +92,7 @@ def test_number_with_the_most_expected_tokens_a_second_is_chosen_and_the_table_l
     paged: PagedTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     costs_of(monkeypatch, [1.0, 1.1, 1.2, 2.5, 2.6], 0.2)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="peagle"):
         assert calibrate(paged, drafter, page_size=8) == 2
     assert "K 2: acceptance length 2.40" in caplog.text
     assert "num_draft_tokens 2: the fastest expected (1: " in caplog.text
@@ -113,7 +113,7 @@ def test_where_no_draft_pays_the_engine_decodes_plainly_and_says_so(
 ) -> None:
     expected = [reference(target, prompt) for prompt in PROMPTS]
     costs_of(monkeypatch, [1.0, 2.0, 3.0, 4.0, 5.0], 1.0)
-    with caplog.at_level(logging.INFO), LLM(target, drafter, page_size=8) as llm:
+    with caplog.at_level(logging.INFO, logger="peagle"), LLM(target, drafter, page_size=8) as llm:
         assert llm.engine.num_draft_tokens == 0 and llm.engine.drafter is None
         assert [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS)] == expected
     assert "num_draft_tokens 0: no number of draft tokens is expected to pay" in caplog.text
@@ -131,7 +131,7 @@ def test_drafter_without_figures_gets_the_usual_number(
     paged: PagedTarget, drafter: Drafter, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter.card = None
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="peagle"):
         assert calibrate(paged, drafter, page_size=8) == K
     assert "no card" in caplog.text
 
