@@ -1,14 +1,11 @@
 """Slots: the worked example of the module, and that training rows are serving rows."""
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes import aux_of, inputs_of, serving_logits, training_logits
-from peagle.drafter import slots as slots_module
 from peagle.drafter.slots import (
     PADDING,
     Slots,
@@ -26,11 +23,6 @@ DEPTHS = st.lists(st.integers(0, 5), min_size=1, max_size=9).map(lambda rest: [m
 
 def listed(slots: Slots, row: int = 0) -> list[tuple[int, int]]:
     return list(zip(slots.anchor_BS[row].tolist(), slots.depth_BS[row].tolist(), strict=True))
-
-
-def test_the_worked_example_of_the_module_is_true() -> None:
-    assert doctest.testmod(slots_module).failed == 0
-    assert doctest.testmod(slots_module).attempted > 5
 
 
 @given(depths=DEPTHS)

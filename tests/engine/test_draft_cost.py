@@ -1,6 +1,5 @@
 """Choosing the number of draft tokens from costs and acceptance."""
 
-import doctest
 import math
 import sys
 from subprocess import run
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import peagle.engine.draft_cost
 from peagle.engine.draft_cost import (
     ExpectedSpeed,
     StepCosts,
@@ -25,11 +23,6 @@ CARD = [0.66, 0.38, 0.24, 0.16, 0.12, 0.10, 0.08]
 def costs_of(target: list[float], draft: float) -> StepCosts:
     """Costs from seconds for 1, 2, ... target rows and a constant draft."""
     return StepCosts(dict(enumerate(target, start=1)), dict.fromkeys(range(1, len(target)), draft))
-
-
-def test_worked_example_of_the_module_holds() -> None:
-    results = doctest.testmod(peagle.engine.draft_cost)
-    assert results.attempted and not results.failed
 
 
 def test_costs_that_rise_with_rows_give_few_draft_tokens_and_flat_costs_give_many() -> None:

@@ -1,6 +1,5 @@
 """The page pool: who holds what, what is found again, and that a contradiction is named."""
 
-import doctest
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from peagle.engine import pages as pages_module
 from peagle.engine.pages import ROOT_KEY, IntegrityError, OutOfPagesError, PagePool, page_key
 from peagle.errors import ConfigError
 
@@ -25,11 +23,6 @@ def registered(pool: PagePool, keys: list[bytes]) -> list[int]:
     for page, key in zip(pages, keys, strict=True):
         pool.register(page, key)
     return pages
-
-
-def test_the_worked_example_of_the_module_is_true() -> None:
-    result = doctest.testmod(pages_module)
-    assert result.failed == 0 and result.attempted > 5
 
 
 def test_all_pages_but_the_waste_page_are_handed_out_once() -> None:

@@ -1,6 +1,5 @@
 """The scheduler's rules one by one, with small numbers. That they hold together: test_scheduler_simulation.py."""
 
-import doctest
 from collections.abc import Iterable
 from zlib import crc32
 
@@ -44,11 +43,6 @@ def see(scheduler: Scheduler, request: Request, *tokens: int) -> None:
     while request.num_in_flight > 1:
         scheduler.committed(request, [0])
     scheduler.committed(request, tokens or [0])
-
-
-def test_the_worked_example_of_the_module_is_true() -> None:
-    result = doctest.testmod(scheduler_module)
-    assert result.failed == 0 and result.attempted > 5
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from peagle.errors import ConfigError
 GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
 GPU_MAX_HELD = 8
-MAX_CHUNKS = 64
-"""Chunks of a prefill pass, the last of which holds the padding."""
+MIN_CHUNKS, MAX_CHUNKS = 8, 64
+"""Chunks of the smallest and the largest prefill pass, the last of which holds the padding."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,16 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
     >>> decode_buckets(100)
     (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
     """
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < max_batch:
-        sizes += [sizes[-1] * 2, sizes[-1] * 3]
-    return (*(size for size in sorted(set(sizes)) if size < max_batch), max_batch)
+    powers = [2**exponent for exponent in range(max_batch.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= 16]
+    return (*sorted(size for size in powers + between if size < max_batch), max_batch)
 
 
 def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
     """(tokens, chunks) of prefill passes: a plan runs in the first that holds it.
 
     >>> prefill_buckets(2048)
-    ((128, 4), (512, 16), (2048, 64))
+    ((128, 8), (256, 8), (512, 16), (1024, 32), (2048, 64))
     """
-    sizes = sorted({max(prefill_tokens // 16, 1), max(prefill_tokens // 4, 1), prefill_tokens})
-    return tuple((size, max(4, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)
+    sizes = sorted({max(prefill_tokens // part, 1) for part in (16, 8, 4, 2, 1)})
+    return tuple((size, max(MIN_CHUNKS, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)
