@@ -1,6 +1,5 @@
 """The closed loop and the sweep: over a stand-in with a clock of its own, then over the real engine."""
 
-import importlib.util
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -240,7 +239,6 @@ def test_a_reason_is_one_line():
     assert reason_of(ValueError()) == "ValueError"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peagle.engine.llm") is None, reason="needs peagle.engine.llm")
 def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
     target = tiny_target()
     drafter = tiny_drafter(target)

@@ -1,11 +1,8 @@
 """`peagle bench`: the document's keys, the sweep's cells, and where tables, documents and plots go."""
 
-import importlib.util
 import json
 
 import pytest
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peagle.engine.llm") is None, reason="needs peagle.engine.llm")
 
 
 @pytest.fixture

@@ -19,9 +19,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-NUM_DRAFT_TOKENS = 7
-"""Draft tokens a step where the user gives no number: what served the embedded target best."""
-
 
 @dataclass(frozen=True)
 class TargetArguments:
@@ -88,17 +85,6 @@ def _refusal(end: BaseException) -> PeagleError | None:
     while cause is not None and not isinstance(cause, PeagleError):
         cause = cause.__context__
     return cause
-
-
-def choose_num_draft_tokens(given: int | None, drafter: "Drafter") -> int:
-    """The number of draft tokens asked for; else the usual one, or the most the drafter was trained for."""
-    if given is not None:
-        return given
-    limit = drafter.config.num_draft_tokens
-    if limit is None or limit >= NUM_DRAFT_TOKENS:
-        return NUM_DRAFT_TOKENS
-    log.info("num_draft_tokens %d: the drafter was trained for no more", limit)
-    return limit
 
 
 def accelerator(target: "HFTarget") -> str | None:

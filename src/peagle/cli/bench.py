@@ -25,7 +25,6 @@ from peagle.cli.arguments import (
     TargetArguments,
     TargetOptions,
     accelerator,
-    choose_num_draft_tokens,
     parse,
 )
 from peagle.cli.progress import progress_bar
@@ -204,7 +203,7 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     drafters = load_drafters(arguments, target)
     prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
     depths = {
-        method: arguments.num_draft_tokens or (choose_num_draft_tokens(None, drafter),)
+        method: arguments.num_draft_tokens or (drafter.config.usual_num_draft_tokens,)
         for method, drafter in drafters.items()
     }
     for method, drafter in drafters.items():

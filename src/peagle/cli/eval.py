@@ -20,7 +20,6 @@ from peagle.cli.arguments import (
     TargetArguments,
     TargetOptions,
     accelerator,
-    choose_num_draft_tokens,
     parse,
 )
 from peagle.cli.progress import progress_bar
@@ -56,7 +55,9 @@ def main(argv: list[str]) -> int:
     prompts = read_prompts(arguments.prompts, limit=arguments.limit)
     target = arguments.target.load()
     drafter = arguments.drafter.load(target)
-    num_draft_tokens = choose_num_draft_tokens(arguments.num_draft_tokens, drafter)
+    num_draft_tokens = arguments.num_draft_tokens
+    if num_draft_tokens is None:
+        num_draft_tokens = drafter.config.usual_num_draft_tokens
     with progress_bar() as progress:
         task = progress.add_task("decoding", total=len(prompts))
 

@@ -15,7 +15,6 @@ from peagle.cli.arguments import (
     TargetArguments,
     TargetOptions,
     accelerator,
-    choose_num_draft_tokens,
     parse,
 )
 from peagle.errors import ConfigError
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
     speculative = {
         "method": "eagle3",
         "model": str(output),
-        "num_speculative_tokens": choose_num_draft_tokens(None, drafter),
+        "num_speculative_tokens": drafter.config.usual_num_draft_tokens,
         "parallel_drafting": config.parallel,
     }
     words = ["vllm", "serve", str(target.directory), "--speculative-config", json.dumps(speculative)]

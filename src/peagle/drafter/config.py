@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 from peagle.errors import ConfigError
 
+USUAL_NUM_DRAFT_TOKENS = 7
+"""What served the embedded target best."""
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -77,6 +80,11 @@ class DrafterConfig:
     def aux_size(self) -> int:
         """Width of the concatenated aux states."""
         return len(self.aux_layer_ids) * self.target_hidden_size
+
+    @property
+    def usual_num_draft_tokens(self) -> int:
+        """Draft tokens a step where nobody gives a number: the usual ones, or as many as it was trained for."""
+        return min(USUAL_NUM_DRAFT_TOKENS, self.num_draft_tokens or USUAL_NUM_DRAFT_TOKENS)
 
     @property
     def method(self) -> str:

@@ -18,8 +18,6 @@ from peagle.targets.paged import LayerShape, PagedTarget, new_memory
 
 log = logging.getLogger(__name__)
 
-MAX_DRAFT_TOKENS = 7
-"""the most that are considered, and what is taken where the drafter's acceptance is not known"""
 CONTEXT = 128
 """tokens of text behind the timed rows"""
 MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 5, 0.5
@@ -28,7 +26,7 @@ MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 5, 0.5
 
 def calibrate(target: PagedTarget, drafter: Drafter, page_size: int) -> int:
     """The number of draft tokens that is expected to be the fastest here for one request; 0 where none pays."""
-    limit = min(MAX_DRAFT_TOKENS, drafter.config.num_draft_tokens or MAX_DRAFT_TOKENS)
+    limit = drafter.config.usual_num_draft_tokens
     acceptance = None if drafter.card is None else acceptance_from_card(drafter.card.acceptance)
     if acceptance is None:
         log.info(

@@ -5,7 +5,6 @@ time the device is busy with the next step. It is not thread-safe; `AsyncEngine`
 """
 
 import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +14,11 @@ from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
+from peagle.engine.checks import as_ids, check_device, check_drafts, check_max_length, check_types
 from peagle.engine.config import (
     CPU_MAX_BATCH,
-    CPU_MAX_LENGTH,
     GPU_MAX_BATCH,
     GPU_MAX_HELD,
-    GPU_MAX_LENGTH,
     MAX_CHUNKS,
     EngineConfig,
 )
@@ -30,7 +28,7 @@ from peagle.engine.pages import PagePool
 from peagle.engine.request import Request
 from peagle.engine.runner import Progress, Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
-from peagle.errors import ConfigError, EngineDeadError, RequestError
+from peagle.errors import EngineDeadError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer, detokenize
@@ -84,15 +82,15 @@ class Engine:
     ) -> None:
         """Start an engine; `num_draft_tokens` None, with a drafter on a CPU, measures which number is the fastest."""
         config = config or EngineConfig()
-        num_draft_tokens = _check_drafts(drafter, num_draft_tokens, target)
-        _check_device(config, target)
+        num_draft_tokens = check_drafts(drafter, num_draft_tokens, target)
+        check_device(config, target)
         self.target = target
         target.check_not_lent()
         if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
             target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for the target since
         is_gpu = target.device.type == "cuda"
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
-        self.max_length = _check_max_length(config, target, is_gpu)
+        self.max_length = check_max_length(config, target, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, max_batch, self.max_length, progress)
         self.drafter, self.num_draft_tokens = self.runner.drafter, self.runner.num_draft_tokens
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
@@ -143,9 +141,9 @@ class Engine:
         if self._is_closed:
             raise EngineDeadError("the engine has been closed", hint="start a new one")
         params = params or SamplingParams()
-        prompt_ids = _as_ids(prompt_ids)
+        prompt_ids = as_ids(prompt_ids)
         check_prompt(self.target, prompt_ids)
-        _check_types(params)
+        check_types(params)
         if request_id is None:
             request_id = f"request-{self._num_added}"
         if request_id in self._groups:
@@ -347,27 +345,6 @@ class Engine:
         )
 
 
-def _as_ids(prompt_ids: Sequence[int]) -> list[int]:
-    """Token ids as plain numbers, whatever holds them."""
-    try:
-        return [operator.index(token) for token in prompt_ids]
-    except TypeError as error:
-        raise RequestError(
-            f"a prompt is a list of token ids here: {error}", hint="turn text into tokens first"
-        ) from error
-
-
-def _check_types(params: SamplingParams) -> None:
-    """Refuse what would only fail in the middle of a step, where it would hit every request."""
-    for name in ("max_tokens", "top_k", "seed", "n", "logprobs", "num_draft_tokens"):
-        value = getattr(params, name)
-        if value is not None and not isinstance(value, int):
-            raise RequestError(f"{name} must be a whole number, got {value!r}")
-    stop: object = params.stop
-    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
-        raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
-
-
 def _end(tokens: list[int], stop_ids: frozenset[int], request: Request) -> tuple[int, FinishReason | None]:
     """How many of the new tokens belong to the answer, and why it ends with them, if it does."""
     room = request.max_length - len(request.token_ids)
@@ -385,50 +362,3 @@ def _follow(tokens: list[int], stop_check: StopCheck) -> tuple[int, FinishReason
         if finish_reason is not None:
             return index + 1, finish_reason, texts
     return len(tokens), None, texts
-
-
-def _check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: HFTarget) -> int | None:
-    if num_draft_tokens is None:
-        if drafter is None:
-            return 0
-        if target.device.type != "cpu":
-            raise ConfigError("num_draft_tokens None is measured on a CPU only", hint="give a number")
-        return None
-    if num_draft_tokens < 0:
-        raise ConfigError(f"num_draft_tokens must be 0 or more, got {num_draft_tokens}")
-    if drafter is None:
-        if num_draft_tokens:
-            raise ConfigError(
-                f"num_draft_tokens is {num_draft_tokens}, but there is no drafter",
-                hint="give a drafter, or leave num_draft_tokens out",
-            )
-        return 0
-    if num_draft_tokens == 0:
-        raise ConfigError(
-            "num_draft_tokens is 0, but a drafter is given", hint="leave the drafter out, or use at least 1"
-        )
-    drafter.check_num_draft_tokens(num_draft_tokens)
-    return num_draft_tokens
-
-
-def _check_device(config: EngineConfig, target: HFTarget) -> None:
-    for name, value in (("pack", config.pack), ("quantize", config.quantize)):
-        if value and target.device.type != "cpu":
-            raise ConfigError(f"{name} is {value!r}, but the target is on {target.device}", hint="it is for CPUs only")
-    for name, value in (("compile", config.compile), ("capture", config.capture)):
-        if value and target.device.type == "cpu":
-            raise ConfigError(
-                f"{name} is on, but the target is on a CPU",
-                hint="it is for GPUs only; on a CPU packed weights are as fast and start at once",
-            )
-
-
-def _check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> int:
-    if config.max_length is None:
-        return min(target.max_length, GPU_MAX_LENGTH if is_gpu else CPU_MAX_LENGTH)
-    if config.max_length > target.max_length:
-        raise ConfigError(
-            f"max_length is {config.max_length}, but target {target.name!r} holds {target.max_length} tokens",
-            hint=f"use at most {target.max_length}",
-        )
-    return config.max_length

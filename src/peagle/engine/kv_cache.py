@@ -22,10 +22,6 @@ class KVCache:
     target_memory: Memory
     drafter_memory: Memory
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pages.nbytes for pair in self.target_memory + self.drafter_memory for pages in pair)
-
 
 def page_bytes(layers: tuple[LayerShape, ...], page_size: int, dtype: torch.dtype) -> int:
     """Memory of one page in all layers, keys and values."""

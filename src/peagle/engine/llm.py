@@ -24,9 +24,6 @@ from peagle.tokenizer import render_chat
 
 log = logging.getLogger(__name__)
 
-NUM_DRAFT_TOKENS = 7
-"""Draft tokens a step on a GPU where the user gives no number: what served the embedded target best."""
-
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -71,7 +68,7 @@ class LLM:
             drafter = load_drafter(os.fspath(drafter), target, allow_mismatch=allow_mismatch)
         self.target, self.drafter = target, drafter
         if drafter is not None and num_draft_tokens is None and target.device.type != "cpu":
-            num_draft_tokens = default_num_draft_tokens(drafter)
+            num_draft_tokens = drafter.config.usual_num_draft_tokens
         self.engine = Engine(target, drafter, num_draft_tokens, config, progress)
 
     @property
@@ -135,15 +132,6 @@ class LLM:
             self.engine.reset()
             raise
         return [outputs[request_id] for request_id in ids]
-
-
-def default_num_draft_tokens(drafter: Drafter) -> int:
-    """The usual number of draft tokens, or the most the drafter was trained for."""
-    limit = drafter.config.num_draft_tokens
-    if limit is None or limit >= NUM_DRAFT_TOKENS:
-        return NUM_DRAFT_TOKENS
-    log.info("num_draft_tokens %d: the drafter was trained for no more", limit)
-    return limit
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
 from peagle.drafter.model import Drafter
 from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
-from peagle.engine.calibrate import MAX_DRAFT_TOKENS, calibrate
+from peagle.engine.calibrate import calibrate
 from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
 from peagle.engine.graphs import Captures, compile_once, record
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
@@ -233,7 +234,7 @@ class Runner:
 
     def _prepare_linears(self, num_draft_tokens: int | None) -> None:
         """On a CPU: give the linear layers the form that serves a step's few rows best."""
-        most_drafts = MAX_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+        most_drafts = USUAL_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
         num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
         if self.config.quantize is not None:
             self._restore.append(quantize_target(self.target, num_rows))

@@ -22,7 +22,7 @@ width, A concatenated aux width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -78,9 +78,6 @@ class RowState:
     @property
     def nobody(self) -> int:
         return len(self.length) - 1
-
-    def num_bytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
 class Chunks(NamedTuple):

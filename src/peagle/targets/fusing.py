@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from peagle.kernels.joined_linear import Joined, JoinedPart
-from peagle.kernels.skinny_linear import gated_linear, is_few
+from peagle.kernels.skinny_linear import ACTIVATIONS, gated_linear, is_few
+from peagle.targets.hf import norm_scale
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +131,9 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _scale(module: nn.Module) -> Tensor | None:
-    """What a norm multiplies by, whether it stores that or, as Gemma's, the difference from one."""
+    """What a norm multiplies by; None where it has other parameters than a scale."""
     parameters = list(module.parameters())
-    if len(parameters) != 1 or parameters[0].ndim != 1:
-        return None
-    weight = parameters[0]
-    # A large constant: its root mean square is itself, and the norm's epsilon is nothing beside it.
-    scale: Tensor = module(torch.full((1, len(weight)), 1024.0, dtype=weight.dtype, device=weight.device))[0]
-    return scale.clone()
+    return norm_scale(module) if len(parameters) == 1 and parameters[0].ndim == 1 else None
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -147,7 +143,7 @@ def _activation(module: nn.Module) -> str | None:
     if not is_pair or not hasattr(module, "down_proj") or act is None:
         return None
     x = torch.linspace(-4, 4, 33)
-    for name, function in (("silu", nn.functional.silu), ("gelu_tanh", nn.GELU(approximate="tanh"))):
+    for name, function in ACTIVATIONS.items():
         if torch.allclose(act(x), function(x), atol=1e-6):
             return name
     return None

@@ -85,11 +85,7 @@ class HFTarget:
 
     def norm_scale(self, norm: nn.Module) -> Tensor:
         """What one of its RMS norms multiplies by, whether it stores that or, as Gemma's, the difference from one."""
-        weight = next(norm.parameters())
-        with torch.no_grad():
-            # A large constant: its root mean square is itself, and the norm's epsilon is nothing beside it.
-            scale: Tensor = norm(torch.full((self.hidden_size,), 1024.0, dtype=weight.dtype, device=weight.device))
-        return scale
+        return norm_scale(norm)
 
     def tap(self, aux_layer_ids: tuple[int, ...]) -> None:
         """Choose the layers whose entering residual stream `forward` returns; replaces the earlier choice."""
@@ -150,6 +146,15 @@ class HFTarget:
             self._captured[index] = args[0] if args else kwargs["hidden_states"]
 
         return keep
+
+
+@torch.no_grad()
+def norm_scale(norm: nn.Module) -> Tensor:
+    """What a root-mean-square norm multiplies by, found by asking it."""
+    weight = next(norm.parameters())
+    # A large constant: its root mean square is itself, and the norm's epsilon is nothing beside it.
+    scale: Tensor = norm(torch.full(weight.shape, 1024.0, dtype=weight.dtype, device=weight.device))
+    return scale
 
 
 def _check_usable(model: "PreTrainedModel", config: Any) -> None:
