@@ -1,8 +1,11 @@
 """Products of a few rows: our kernel against torch's, and the layers that use it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from peagle.kernels.skinny_linear import (
     ACTIVATIONS,
@@ -11,7 +14,7 @@ from peagle.kernels.skinny_linear import (
     Tiling,
     gated_linear,
     is_few,
-    normed_linear,
+    join_sums,
     skinny_linear,
     use_plain_linears,
     use_skinny_linears,
@@ -31,7 +34,7 @@ def test_kernel_equals_torch(num_rows: int, num_columns: int, size: int, has_bia
     x = torch.randn(num_rows, size, device=DEVICE)
     weight = torch.randn(num_columns, size, device=DEVICE)
     bias = torch.randn(num_columns, device=DEVICE) if has_bias else None
-    found = skinny_linear_triton(x, weight, bias, CUT)
+    found = skinny_linear_triton(x, weight, bias, None, None, CUT)
     torch.testing.assert_close(found, nn.functional.linear(x, weight, bias), atol=2e-5, rtol=2e-5)
 
 
@@ -39,38 +42,77 @@ def test_kernel_takes_rows_that_lie_apart() -> None:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
     wide, weight = torch.randn(4, 96, device=DEVICE), torch.randn(20, 32, device=DEVICE)
-    found = skinny_linear_triton(wide[:, 32:64], weight, None, CUT)
+    found = skinny_linear_triton(wide[:, 32:64], weight, None, None, None, CUT)
     torch.testing.assert_close(found, wide[:, 32:64] @ weight.T, atol=2e-5, rtol=2e-5)
 
 
-def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
-
-
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_norm_joins_the_product_after_it(has_bias: bool) -> None:
+def test_sum_with_the_residual_joins_the_product_before_it(has_bias: bool) -> None:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
     x, weight = torch.randn(5, 72, device=DEVICE), torch.randn(50, 72, device=DEVICE)
-    scale, bias = torch.rand(72, device=DEVICE) + 0.5, torch.randn(50, device=DEVICE) if has_bias else None
-    found = skinny_linear_triton(x, weight, bias, CUT, scale, 1e-5)
-    expected = nn.functional.linear(rms_norm(x, scale, 1e-5), weight, bias)
-    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
+    bias = torch.randn(50, device=DEVICE) if has_bias else None
+    residual = torch.randn(5, 100, device=DEVICE)[:, 50:]
+    found = skinny_linear_triton(x, weight, bias, residual, None, CUT)
+    torch.testing.assert_close(found, residual + nn.functional.linear(x, weight, bias), atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gate_joins_the_two_products_before_it(activation: str, has_norm: bool, has_bias: bool) -> None:
+def test_gate_joins_the_two_products_before_it(activation: str, has_bias: bool) -> None:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
     x, weight = torch.randn(3, 72, device=DEVICE), torch.randn(2 * 50, 72, device=DEVICE) * 0.2
-    scale = torch.rand(72, device=DEVICE) + 0.5 if has_norm else None
     bias = torch.randn(2 * 50, device=DEVICE) if has_bias else None
-    found = skinny_linear_triton(x, weight, bias, CUT, scale, 1e-5, activation)
-    rows = x if scale is None else rms_norm(x, scale, 1e-5)
-    gate, up = nn.functional.linear(rows, weight, bias).chunk(2, dim=-1)
+    found = skinny_linear_triton(x, weight, bias, None, activation, CUT)
+    gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
     torch.testing.assert_close(found, ACTIVATIONS[activation](gate) * up, atol=5e-5, rtol=5e-5)
+
+
+def traced(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.fx.GraphModule:
+    """What the compiler's passes see of a function."""
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def num_sums(module: torch.fx.GraphModule) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_compiled_sum_is_left_to_the_product_before_it(is_first: bool) -> None:
+    x, weight, residual = torch.randn(1, 5, 72), torch.randn(50, 72), torch.randn(1, 5, 50)
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.peagle.skinny(x, weight, None, None, None)
+        return (product + residual if is_first else residual + product).relu()
+
+    module = traced(layer, x, weight, residual)
+    join_sums(module.graph)
+    module.recompile()
+    assert num_sums(module) == 0
+    expected = (residual + x @ weight.T).relu()
+    torch.testing.assert_close(module(x, weight, residual), expected, atol=5e-5, rtol=5e-5)
+
+
+def test_a_sum_stays_where_the_product_is_read_again_or_the_shapes_differ() -> None:
+    x, weight = torch.randn(1, 5, 72), torch.randn(50, 72)
+
+    def read_twice(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.peagle.skinny(x, weight, None, None, None)
+        return (residual + product) * product
+
+    def spread(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return torch.ops.peagle.skinny(x, weight, None, None, None) + residual
+
+    def doubled(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        product = torch.ops.peagle.skinny(x, weight, None, None, None)
+        return torch.add(residual, product, alpha=2)
+
+    whole, one_row = torch.randn(1, 5, 50), torch.randn(50)
+    for function, residual in ((read_twice, whole), (spread, one_row), (doubled, whole)):
+        module = traced(function, x, weight, residual)
+        join_sums(module.graph)
+        assert num_sums(module) == 1, function.__name__
 
 
 def test_few_rows_are_few_rows_of_half_precision_on_a_gpu() -> None:
@@ -102,10 +144,7 @@ def test_products_on_a_gpu_equal_torch_to_rounding(shape: tuple[int, int]) -> No
         x = torch.randn(1, num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
         plain = nn.functional.linear(x, weight)
         torch.testing.assert_close(skinny_linear(x, weight, None), plain, atol=2e-2, rtol=2e-2)
-    scale = torch.rand(shape[1], device="cuda", dtype=torch.bfloat16) + 0.5
     few = torch.randn(1, 8, shape[1], device="cuda", dtype=torch.bfloat16)
-    product = rms_norm(few.float(), scale.float(), 1e-5) @ weight.float().T
-    torch.testing.assert_close(normed_linear(few, scale, 1e-5, weight, None).float(), product, atol=5e-2, rtol=5e-2)
-    gate, up = product.chunk(2, dim=-1)
-    found = gated_linear(few, scale, 1e-5, weight, None, "silu").float()
+    gate, up = nn.functional.linear(few.float(), weight.float()).chunk(2, dim=-1)
+    found = gated_linear(few, weight, None, "silu").float()
     torch.testing.assert_close(found, nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

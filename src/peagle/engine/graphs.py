@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from peagle.kernels import skinny_linear
+from peagle.kernels.skinny_linear import join_sums
 
 T = TypeVar("T")
 
@@ -24,11 +28,27 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
+class JoinSums(CustomGraphPass):
+    """`join_sums` as a pass of torch's compiler, under a name by which compiled code is found again."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        join_sums(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((skinny_linear.__file__,))
+
+
 @contextmanager
 def compiler_settings() -> Iterator[None]:
     with (
         torch._dynamo.config.patch(recompile_limit=64),
-        torch._inductor.config.patch(combo_kernels=True),  # independent small kernels become one launch
+        torch._inductor.config.patch(
+            {
+                "combo_kernels": True,  # independent small kernels become one launch
+                "post_grad_custom_post_pass": JoinSums(),
+                "triton.enable_pdl": True,  # kernels begin while the one before them ends, as ours do
+            }
+        ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
             use_duck_shape=False
         ),

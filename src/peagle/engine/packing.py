@@ -1,6 +1,6 @@
 """The linear layers of an engine in the form that suits a step's few rows, and the way back.
 
-On a GPU layers are joined with each other and with the norms and gates beside them; on a CPU joined and packed, or of
+On a GPU layers are joined with each other and with the gates behind them; on a CPU joined and packed, or of
 8-bit weights.
 
 Shapes: V vocabulary, D model width.
@@ -33,39 +33,18 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
             step()
         steps.clear()
 
-    passes: dict[nn.Module, Callable[[], Tensor]] = {target.model: partial(_target_pass, target)}
-    if drafter is not None:
-        passes[drafter] = partial(_drafter_pass, drafter, target)
+    models: list[nn.Module] = [target.model] if drafter is None else [target.model, drafter]
     try:
-        for model, run in passes.items():
+        for model in models:
             steps.append(partial(part_linears, model))
             join_linears(model)
             steps.append(partial(use_plain_linears, model))
             use_skinny_linears(model)
-            steps.append(fuse(model, run))
+            steps.append(fuse(model))
     except BaseException:
         undo()
         raise
     return undo
-
-
-def _target_pass(target: HFTarget) -> Tensor:
-    """A short pass of the target as it is."""
-    token_ids_1T = torch.arange(1, 5, device=target.device)[None]
-    logits: Tensor = target.model(input_ids=token_ids_1T, use_cache=False).logits
-    return logits
-
-
-def _drafter_pass(drafter: Drafter, target: HFTarget) -> Tensor:
-    """A short pass of the drafter over depth-0 slots, the same each time."""
-    token_ids_1T, position_1T = (
-        torch.arange(1, 5, device=target.device)[None],
-        torch.arange(4, device=target.device)[None],
-    )
-    aux_A = torch.linspace(-1, 1, drafter.config.aux_size, device=target.device, dtype=target.dtype)
-    fused_1TD = drafter.fuse(aux_A.expand(1, 4, -1))
-    visible_1TT = torch.ones(1, 4, 4, dtype=torch.bool, device=target.device).tril()
-    return drafter(token_ids_1T, fused_1TD, position_1T, visible_1TT).normed_BSD
 
 
 @torch.no_grad()

@@ -113,7 +113,8 @@ class Verified(NamedTuple):
 
     decoded: Decoded
     paged_rows: PagedRows
-    aux_NA: Tensor
+    aux_NA: Tensor | None
+    """None where there is no drafter to read them"""
     known_BL1: Tensor
     """the text from the old newest token on"""
     next_B1: Tensor
@@ -164,7 +165,9 @@ class Step:
     def verify(self, rows_B: Tensor) -> Verified:
         """The first half of a step, up to the commit."""
         token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
-        logits_NV, aux_NA = self.target.forward(token_ids_N, position_N, self.target_memory, paged_rows, None)
+        logits_NV, aux_NA = self.target.forward(
+            token_ids_N, position_N, self.target_memory, paged_rows, None, has_aux=self.drafter is not None
+        )
         emitted_BL1, known_BL1, next_B1, num_accepted_B = self._accept(rows_B, token_ids_N, logits_NV)
         return Verified(Decoded(emitted_BL1, logits_NV), paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B)
 
@@ -174,6 +177,7 @@ class Step:
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_B, next_B1)
             return
+        assert aux_NA is not None, "asked for where there is a drafter"
         num_rows = self.num_draft_tokens + 1
         if not rows_B.is_cuda:
             # Shapes may follow values here, so rows that no request has kept are left out.
@@ -229,7 +233,9 @@ class Step:
     def prefill(self, chunks: Chunks) -> Decoded:
         """Run pieces of texts. Each emits one token, which means something where the chunk is its text's last."""
         index_N, position_N, end_C, last_C, paged_rows = self._lay_out_chunks(chunks)
-        logits_CV, aux_NA = self.target.forward(chunks.token_ids_N, position_N, self.target_memory, paged_rows, last_C)
+        logits_CV, aux_NA = self.target.forward(
+            chunks.token_ids_N, position_N, self.target_memory, paged_rows, last_C, has_aux=self.drafter is not None
+        )
         rows_C, next_C1, emitted_C2 = self._start(chunks, end_C, logits_CV)
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_C, next_C1)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.attention import PagedRows
+from peagle.kernels.overlap_triton import admit_next, await_previous, can_overlap
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
@@ -101,6 +102,7 @@ def _paged_attention(
         dtype=torch.float32,
         device=query.device,
     )
+    overlaps = can_overlap(query.device)
     _attend[(num_tiles, num_requests * num_groups, num_splits)](
         query,
         key,
@@ -144,8 +146,10 @@ def _paged_attention(
         has_sinks=sinks is not None,
         has_softcap=softcap != 0,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
+        overlaps=overlaps,
         num_warps=4,
         num_stages=2,
+        **({"launch_pdl": True} if overlaps else {}),
     )
     return attended
 
@@ -400,7 +404,10 @@ def _attend(
     has_sinks: tl.constexpr,
     has_softcap: tl.constexpr,
     precision: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    admit_next(overlaps)
+    await_previous(overlaps)
     tile_index, request, group = tl.program_id(0), tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
     split = tl.program_id(2)
     first = tl.load(first_row_ptr + request).to(tl.int64)

@@ -4,23 +4,12 @@ Query, key and value projections, and gate and up projections, read the same row
 little more than its launch, so one product instead of three saves two launches, in every layer and every step.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.skinny_linear import is_few, normed_linear, skinny_linear
+from peagle.kernels.skinny_linear import skinny_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class FusableNorm(Protocol):
-    """A root-mean-square norm that a product can do itself: rms_norm(x) * scale."""
-
-    scale: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Joined:
@@ -33,8 +22,6 @@ class Joined:
         self.bias = torch.cat([part.bias for part in parts]) if has_bias else None
         self.packed: nn.Module | None = None
         """computes the product from a packed form of the weight, where one was made"""
-        self.norm: FusableNorm | None = None
-        """a norm that is left to the product: its rows come as they were before it"""
         self.forget()
 
     def forget(self) -> None:
@@ -54,13 +41,7 @@ class Joined:
         return part
 
     def _multiply(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x)
-        if self.norm is None:
-            return skinny_linear(x, self.weight, self.bias)
-        if is_few(x):
-            return normed_linear(x, self.norm.scale, self.norm.eps, self.weight, self.bias)
-        return skinny_linear(self.norm(x), self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
 
 class JoinedPart(nn.Module):

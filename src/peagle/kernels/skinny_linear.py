@@ -4,7 +4,7 @@ A decode step of one request is hundreds of small launches; each one saved is tw
 products that our kernel was measured to do faster than torch, alone or because it does its neighbors' work too.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,35 +15,43 @@ ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x
 
 
 class Tiling(NamedTuple):
-    """How the kernel is cut: output columns of a program, input columns of a step, warps, steps in flight."""
+    """How the kernel is cut."""
 
     columns: int
+    """output columns of a program"""
     step: int
+    """input columns of a step"""
     num_warps: int
     num_stages: int
+    """steps in flight"""
+    ahead: int = 0
+    """input columns of the weight that are fetched while the kernel before this one ends; a power of two"""
 
 
 def tiling(num_columns: int, size: int) -> Tiling:
-    """The cut for a weight, by its shape.
+    """The cut for a weight, by its shape: the fastest of those tried inside whole decode steps on an H200, bfloat16.
 
-    Measured on an H200 in bfloat16 with 1 and 8 rows, in microseconds, torch's product against ours, weights read from
-    memory:
+    Microseconds a product of 1 and of 8 rows with weights read from memory, torch's and ours; ours does the gate or
+    the sum with the residual on the way:
 
-        960 x 576    3.8  2.8        6144 x 4096     16.5  15.4
-        576 x 576    3.4  3.0        4096 x 4096     12.7  11.9
-        3072 x 576   4.3  3.9        28672 x 4096    56.5  57.3
-        576 x 1536   5.0  4.2        4096 x 14336    31.3  32.7
+        960 x 576             3.8  3.8    2.6  2.5        6144 x 4096            15.4  15.7   15.4  15.2
+        576 x 576, sum        3.2  3.1    2.3  2.3        4096 x 4096, sum       13.2  13.3   11.2  11.6
+        3072 x 576, gate      4.1  4.1    3.8  3.5        28672 x 4096, gate     60.5  61.3   56.4  57.1
+        576 x 1536, sum       5.0  4.9    4.2  4.1        4096 x 14336, sum      31.9  32.4   29.5  30.0
     """
     if size <= 2048 and num_columns <= 8192:
-        return Tiling(16, 128, 4, 4)
-    if num_columns <= 8192:
-        return Tiling(16, 256, 2, 4)
-    return Tiling(32, 256, 4, 3)
+        if num_columns >= 2048:
+            return Tiling(32, 128, 4, 4, ahead=256)
+        return Tiling(16, 64, 4, 6, ahead=512) if size <= 768 else Tiling(8, 128, 4, 6, ahead=512)
+    # With more programs than fit on the GPU at once, the last ones would run alone; so fewer steps in flight for more.
+    if num_columns <= 4096:
+        return Tiling(16, 512, 2, 4)
+    return Tiling(16, 256, 2, 4, ahead=256) if num_columns <= 8192 else Tiling(32, 256, 4, 3, ahead=256)
 
 
 def is_faster(num_columns: int, size: int) -> bool:
-    """Whether our kernel alone beats torch's product."""
-    return num_columns <= 8192 and size <= 8192
+    """Whether our kernel beats torch's product without a gate on the way."""
+    return num_columns <= 8192 and size <= 16384
 
 
 def is_few(x: Tensor) -> bool:
@@ -75,38 +83,58 @@ def use_plain_linears(module: nn.Module) -> None:
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`, for inference."""
     if is_few(x) and is_faster(*weight.shape):
-        return _skinny(x, weight, bias, None, 0.0, None)
+        return _skinny(x, weight, bias, None, None)
     return functional.linear(x, weight, bias)
 
 
-def normed_linear(x: Tensor, scale: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear(rms_norm(x) * scale) of a few rows (`is_few`)."""
-    return _skinny(x, weight, bias, scale, eps, None)
-
-
-def gated_linear(
-    x: Tensor, scale: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
-    """activation(gate) * up of a few rows (`is_few`), where `weight` is that of gate over that of up.
-
-    With a scale, `x` goes through rms_norm(x) * scale first.
-    """
-    return _skinny(x, weight, bias, scale, eps, activation)
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up of a few rows (`is_few`), where `weight` is that of gate over that of up."""
+    return _skinny(x, weight, bias, None, activation)
 
 
 @torch.library.custom_op("peagle::skinny", mutates_args=())
-def _skinny(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None
-) -> Tensor:
+def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> Tensor:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
     rows = x.reshape(-1, x.shape[-1])
-    y = skinny_linear_triton(rows, weight, bias, tiling(*weight.shape), scale, eps, activation)
+    residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, tiling(*weight.shape))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @_skinny.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) if activation is None else len(weight) // 2)
+
+
+def join_sums(graph: torch.fx.Graph) -> None:
+    """In a compiled graph, let the sum with the residual stream be done by the product before it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        if node.kwargs or len(node.args) != 2:
+            continue
+        for product, residual in (node.args, node.args[::-1]):
+            if _is_open(product) and _looks_like(residual, product):
+                x, weight, bias, _, activation = product.args
+                with graph.inserting_before(node):
+                    joined = graph.call_function(
+                        torch.ops.peagle.skinny.default, (x, weight, bias, residual, activation)
+                    )
+                joined.meta.update(node.meta)
+                node.replace_all_uses_with(joined)
+                graph.erase_node(node)
+                graph.erase_node(product)
+                break
+
+
+def _is_open(product: object) -> TypeGuard[torch.fx.Node]:
+    """Whether this is a product of our kernel that nobody reads but the sum, and that adds nothing yet."""
+    if not isinstance(product, torch.fx.Node) or product.target is not torch.ops.peagle.skinny.default:
+        return False
+    return len(product.users) == 1 and product.args[3] is None
+
+
+def _looks_like(residual: object, product: torch.fx.Node) -> bool:
+    if not isinstance(residual, torch.fx.Node) or residual is product:
+        return False
+    ours, theirs = product.meta["val"], residual.meta.get("val")
+    return isinstance(theirs, Tensor) and theirs.shape == ours.shape and theirs.dtype == ours.dtype

@@ -1,11 +1,8 @@
-"""Letting a layer's norms and gates join the products beside them, in any model that is built that way.
+"""Letting the gate of an MLP join its two products, in any model that is built that way.
 
-In most decoders the rows of a norm are read by one group of joined projections alone, and a gated MLP is
-down(activation(gate(x)) * up(x)). Where that is so, the norm and the gate can be part of the product. Which models are
-built so is not looked up in a table but found out: one pass is watched to see which norm feeds which projections, and
-after the change a second pass must give what the first gave, or everything is put back.
-
-Only passes of a few rows are changed; larger ones run the model's own code.
+Most decoders have a gated MLP, down(activation(gate(x)) * up(x)). Which modules are one is not looked up in a table:
+they are told by the names of their parts, and by giving what such an MLP gives. Only passes of a few rows are changed;
+larger ones run the model's own code.
 """
 
 import logging
@@ -16,21 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.joined_linear import Joined, JoinedPart
+from peagle.kernels.joined_linear import JoinedPart
 from peagle.kernels.skinny_linear import ACTIVATIONS, gated_linear, is_few
-from peagle.targets.hf import norm_scale
 
 log = logging.getLogger(__name__)
 
-LARGEST_CHANGE = 0.05
-"""Relative difference of a pass's outputs up to which a change counts as rounding, in the precision of the weights."""
-
-
-class LeftToProduct:
-    """Mixed into a norm whose work the product after it does: it hands its rows on as they are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+LARGEST_DIFFERENCE = 0.02
+"""Relative difference of two results that counts as rounding, in half precision."""
 
 
 class GatedProduct:
@@ -42,40 +31,20 @@ class GatedProduct:
     activation: str
 
     def forward(self, x: Tensor) -> Tensor:
-        joined = self.gate_proj.joined
         if not is_few(x):
             return self.plain_forward(x)
-        scale, eps = (None, 0.0) if joined.norm is None else (joined.norm.scale, joined.norm.eps)
-        return self.down_proj(gated_linear(x, scale, eps, joined.weight, joined.bias, self.activation))
-
-
-class Norm:
-    """A root-mean-square norm that a product may do itself: its scale and epsilon, and its own code."""
-
-    def __init__(self, module: nn.Module, scale: Tensor, eps: float) -> None:
-        self.module, self.scale, self.eps = module, scale, eps
-        self.kind = type(module)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.kind.forward(self.module, x)
-        return normed
+        joined = self.gate_proj.joined
+        gated: Tensor = self.down_proj(gated_linear(x, joined.weight, joined.bias, self.activation))
+        return gated
 
 
 @torch.no_grad()
-def fuse(root: nn.Module, run: Callable[[], Tensor]) -> Callable[[], None]:
-    """Let norms and gates below `root` join the products of its joined projections; returns what undoes it.
-
-    `run` is a pass that uses all of them and gives the same each time.
-    """
-    sources, expected = _watch(root, run)
+def fuse(root: nn.Module) -> Callable[[], None]:
+    """Let gates below `root` join the products of its joined projections; returns what undoes it."""
     undo: list[Callable[[], None]] = []
-    for joined, norm in sources:
-        joined.norm = norm
-        undo.append(_become(norm.module, LeftToProduct))
-        undo.append(lambda joined=joined: setattr(joined, "norm", None))  # type: ignore[misc]
     for module in list(root.modules()):
         activation = _activation(module)
-        if activation is not None:
+        if activation is not None and _is_plain(module, activation):
             undo.append(_become(module, GatedProduct, plain_forward=module.forward, activation=activation))
 
     def put_back() -> None:
@@ -83,57 +52,7 @@ def fuse(root: nn.Module, run: Callable[[], Tensor]) -> Callable[[], None]:
             step()
         undo.clear()
 
-    change = (run().float() - expected.float()).norm() / expected.float().norm()
-    if not change <= LARGEST_CHANGE:
-        put_back()
-        log.info("%s: norms and gates stay on their own, joined they change its output", type(root).__name__)
     return put_back
-
-
-def _watch(root: nn.Module, run: Callable[[], Tensor]) -> tuple[list[tuple[Joined, Norm]], Tensor]:
-    """Which norm's rows each joined group reads, and the pass's output."""
-    made_by: dict[int, tuple[nn.Module, Tensor]] = {}
-    found: dict[int, tuple[Joined, nn.Module]] = {}
-
-    def after_norm(module: nn.Module, inputs: Any, output: Any) -> None:
-        made_by[id(output)] = (module, output)  # kept, so that no other tensor takes its id
-
-    def before_part(module: nn.Module, inputs: Any) -> None:
-        assert isinstance(module, JoinedPart)
-        source = made_by.get(id(inputs[0])) if inputs else None
-        if source is not None:
-            found[id(module.joined)] = (module.joined, source[0])
-
-    hooks = []
-    for module in root.modules():
-        if _eps(module) is not None:
-            hooks.append(module.register_forward_hook(after_norm))
-        elif isinstance(module, JoinedPart):
-            hooks.append(module.register_forward_pre_hook(before_part))
-    try:
-        output = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    sources = []
-    for joined, module in found.values():
-        scale, eps = _scale(module), _eps(module)
-        if scale is not None and eps is not None:
-            sources.append((joined, Norm(module, scale, eps)))
-    return sources, output
-
-
-def _eps(module: nn.Module) -> float | None:
-    """The epsilon of a root-mean-square norm; None for any other module."""
-    if "RMSNorm" not in type(module).__name__:
-        return None
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-def _scale(module: nn.Module) -> Tensor | None:
-    """What a norm multiplies by; None where it has other parameters than a scale."""
-    parameters = list(module.parameters())
-    return norm_scale(module) if len(parameters) == 1 and parameters[0].ndim == 1 else None
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -147,6 +66,19 @@ def _activation(module: nn.Module) -> str | None:
         if torch.allclose(act(x), function(x), atol=1e-6):
             return name
     return None
+
+
+def _is_plain(module: nn.Module, activation: str) -> bool:
+    """Whether a module computes what its parts say, on rows drawn at random."""
+    weight: Tensor = module.gate_proj.joined.weight  # type: ignore[union-attr, assignment]
+    draw = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(4, weight.shape[1], generator=draw, device=weight.device).to(weight.dtype)
+    gate, up = module.gate_proj(x), module.up_proj(x)  # type: ignore[operator]
+    expected = module.down_proj(ACTIVATIONS[activation](gate) * up)  # type: ignore[operator]
+    difference = (module(x) - expected).float().norm() / expected.float().norm()
+    if difference > LARGEST_DIFFERENCE:
+        log.info("%s: its gate stays on its own, it does more than its parts say", type(module).__name__)
+    return bool(difference <= LARGEST_DIFFERENCE)
 
 
 @cache

@@ -63,6 +63,8 @@ class PagedTarget:
         AttentionMaskInterface.register(PROBE, _no_mask)
         target.check_not_lent()
         target.is_lent = True
+        # Four dimensions tell transformers that a mask is made already; our attention needs none, and does not read it.
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=target.device)
         self._earlier_attention: str = target.model.config._attn_implementation
         try:
             self.layers = self._probe()
@@ -85,8 +87,14 @@ class PagedTarget:
         return new_memory(self.layers, num_pages, page_size, self.target.dtype, self.target.device)
 
     def forward(
-        self, token_ids_N: Tensor, position_N: Tensor, memory: Memory, rows: PagedRows, logit_rows_R: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        token_ids_N: Tensor,
+        position_N: Tensor,
+        memory: Memory,
+        rows: PagedRows,
+        logit_rows_R: Tensor | None,
+        has_aux: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the tokens and keep their keys and values: logits [R, V] (of all rows for None) and aux states [N, A]."""
         self._memory = memory
         output = self.target.model(
@@ -94,9 +102,10 @@ class PagedTarget:
             position_ids=position_N[None],
             use_cache=False,
             logits_to_keep=0 if logit_rows_R is None else logit_rows_R,
+            attention_mask=self._mask,
             paged_rows=on_host(rows),
         )
-        return output.logits[0], self.target.captured_aux()[0]
+        return output.logits[0], self.target.captured_aux()[0] if has_aux else None
 
     def _parts(self) -> list[nn.Module]:
         """The layers, and what else of the decoder is worth compiling."""

@@ -1,0 +1,50 @@
+"""Letting a kernel begin while the one before it ends (programmatic dependent launch).
+
+A step is hundreds of kernels of a few microseconds, and the gap between two is about one. A kernel launched this way is
+placed on the GPU early; it may fetch what no kernel writes, weights, and waits at `await_previous` until everything
+before it is complete. Kernels launched the usual way, before or after, are ordered as ever.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def await_previous(overlaps: tl.constexpr):
+    """Wait for the previous kernel. Nothing it wrote may be read before."""
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def admit_next(overlaps: tl.constexpr):
+    """Let the next kernel be placed, once all programs of this one have said so or are done."""
+    if overlaps:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(first_ptr, row_ptr, is_row, size, num_columns: tl.constexpr):
+    """Ask for the first `num_columns` 16-bit values of each row to be brought into the GPU's cache.
+
+    `first_ptr` is any address that may be read, for rows that are not there.
+    """
+    line = tl.arange(0, num_columns // 64) * 64  # 128 bytes
+    pointers = row_ptr[:, None] + tl.minimum(line, size - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [tl.where(is_row[:, None], pointers, first_ptr).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
