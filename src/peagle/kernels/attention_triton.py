@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.attention import PagedRows
-from peagle.kernels.overlap_triton import admit_next, await_previous, can_overlap
+from peagle.kernels.overlap_triton import can_overlap, take_turn
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
@@ -406,8 +406,7 @@ def _attend(
     precision: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    admit_next(overlaps)
-    await_previous(overlaps)
+    take_turn(overlaps)
     tile_index, request, group = tl.program_id(0), tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
     split = tl.program_id(2)
     first = tl.load(first_row_ptr + request).to(tl.int64)
@@ -420,7 +419,6 @@ def _attend(
     begin, end, num_active = _share(lowest_of_tile, context, split, step, num_splits)
     if split >= num_active:
         return
-
     entry = tile_index * tile + tl.arange(0, tile)
     row, head = entry // group_size, group * group_size + entry % group_size
     column = tl.arange(0, padded_width)
@@ -431,20 +429,19 @@ def _attend(
         other=0.0,
     )
     lowest = tl.where(window > 0, tl.maximum(first_key, context + row - window + 1), first_key)
-    key_pages_ptr += group * page_head_stride
-    value_pages_ptr += group * page_head_stride
+    page_head = group * page_head_stride
     high, mass, attended = _attend_cached(
-        query, key_pages_ptr, value_pages_ptr, page_table_ptr + request * table_stride, begin, end, lowest, scale,
-        softcap, cell_stride, tile, width, padded_width, page_size, step, has_softcap, precision,
+        query, key_pages_ptr + page_head, value_pages_ptr + page_head, page_table_ptr + request * table_stride, begin,
+        end, lowest, scale, softcap, cell_stride, tile, width, padded_width, page_size, step, has_softcap, precision,
     )  # fmt: skip
     if split == 0:
         # Rows whose first head lies in this tile are this program's to keep.
         first_kept, end_kept = tl.cdiv(tile_index * tile, group_size), tl.cdiv((tile_index + 1) * tile, group_size)
         high, mass, attended = _attend_new(
             query, key_ptr + first * key_row_stride + group * key_head_stride,
-            value_ptr + first * value_row_stride + group * value_head_stride, key_pages_ptr, value_pages_ptr,
-            cell_ptr + first, tree_ptr + request * tree_request_stride, first_kept, end_kept,
-            tl.minimum(end_kept, num_rows), context, row, lowest, num_rows, scale, softcap, key_row_stride,
+            value_ptr + first * value_row_stride + group * value_head_stride, key_pages_ptr + page_head,
+            value_pages_ptr + page_head, cell_ptr + first, tree_ptr + request * tree_request_stride, first_kept,
+            end_kept, tl.minimum(end_kept, num_rows), context, row, lowest, num_rows, scale, softcap, key_row_stride,
             value_row_stride, cell_stride, tree_row_stride, high, mass, attended, width, padded_width, new_step,
             has_tree, has_softcap, precision,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Letting a kernel begin while the one before it ends (programmatic dependent launch).
 
 A step is hundreds of kernels of a few microseconds, and the gap between two is about one. A kernel launched this way is
-placed on the GPU early; it may fetch what no kernel writes, weights, and waits at `await_previous` until everything
-before it is complete. Kernels launched the usual way, before or after, are ordered as ever.
+placed on the GPU early; it may fetch what no kernel writes, weights, and waits in `take_turn` until everything before
+it is complete. Kernels launched the usual way, before or after, are ordered as ever.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,17 +19,11 @@ def can_overlap(device: torch.device) -> bool:
 
 
 @triton.jit
-def await_previous(overlaps: tl.constexpr):
-    """Wait for the previous kernel. Nothing it wrote may be read before."""
-    if overlaps:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def admit_next(overlaps: tl.constexpr):
-    """Let the next kernel be placed, once all programs of this one have said so or are done."""
+def take_turn(overlaps: tl.constexpr):
+    """Let the next kernel be placed, and wait until the previous one is done. Nothing it wrote may be read before."""
     if overlaps:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

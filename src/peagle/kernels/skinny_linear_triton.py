@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.overlap_triton import admit_next, await_previous, can_overlap, prefetch
+from peagle.kernels.overlap_triton import can_overlap, prefetch, take_turn
 from peagle.kernels.skinny_linear import MOST_ROWS, Tiling
 
 
@@ -93,8 +93,7 @@ def _multiply(
         prefetch(weight_ptr, weight_row, is_column, size, ahead)
         if activation is not None:
             prefetch(weight_ptr, weight_row + second_half, is_column, size, ahead)
-    admit_next(overlaps)
-    await_previous(overlaps)
+    take_turn(overlaps)
     weights = weight_row[None, :] + inner[:, None]
     inputs = x_ptr + row[:, None] * x_stride + inner[None, :]
     total = tl.zeros([rows, columns], tl.float32)
