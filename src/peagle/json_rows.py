@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from peagle.errors import DataError
+from peagle.errors import DataError, nearest
 
 GZIP_MAGIC = b"\x1f\x8b"
 JSON_WHITESPACE = " \t\r\n"
@@ -28,6 +28,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "user": "user",
 }
 """ShareGPT speaker to chat role."""
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def place(path: Path, line_number: int) -> str:
@@ -84,7 +85,7 @@ def empty_file(path: Path, allowed: str) -> DataError:
 
 
 def chat_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Check the value of a "messages" key: a non-empty list of {"role": str, "content": str}.
+    """Check the value of a "messages" key: a non-empty list of {"role": one of CHAT_ROLES, "content": str}.
 
     Other keys of a message (name, tool calls) stay: the chat template may read them.
     """
@@ -96,6 +97,11 @@ def chat_messages(value: Any, where: str) -> list[dict[str, Any]]:
                     f"{where}: messages[{index}][{key!r}] is {describe(message.get(key))}; it must be a string",
                     hint='a message is {"role": "user", "content": "text"}',
                 )
+        if message["role"] not in CHAT_ROLES:
+            raise DataError(
+                f"{where}: messages[{index}]['role'] is {message['role']!r}; allowed: {', '.join(CHAT_ROLES)}",
+                hint=nearest(message["role"], CHAT_ROLES),
+            )
     return messages
 
 

@@ -29,7 +29,7 @@ def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> list[int]:
     """Token ids of `messages` through the target's chat template, ready to be answered."""
-    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt))
+    return encode(tokenizer, chat_text(tokenizer, messages, add_generation_prompt))
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -163,21 +163,21 @@ def answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Messag
 
 
 def _answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    whole_text = _render(tokenizer, messages, add_generation_prompt=False)
-    ids = _encode(tokenizer, whole_text)
+    whole_text = chat_text(tokenizer, messages, add_generation_prompt=False)
+    ids = encode(tokenizer, whole_text)
     mask = [0] * len(ids)
     has_question = False
     for index, message in enumerate(messages):
         has_question = has_question or message.get("role") == "user"
         if not has_question or message.get("role") != "assistant":
             continue
-        prompt_text = _render(tokenizer, messages[:index], add_generation_prompt=True)
+        prompt_text = chat_text(tokenizer, messages[:index], add_generation_prompt=True)
         is_last = index + 1 == len(messages)
-        turn_text = whole_text if is_last else _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
+        turn_text = whole_text if is_last else chat_text(tokenizer, messages[: index + 1], add_generation_prompt=False)
         if not (turn_text.startswith(prompt_text) and whole_text.startswith(turn_text)):
             raise _no_boundary(index, prompt_text, turn_text, whole_text)
         start = _answer_start(tokenizer, prompt_text, ids, index)
-        turn_ids = ids if is_last else _encode(tokenizer, turn_text)
+        turn_ids = ids if is_last else encode(tokenizer, turn_text)
         closing = _closing_ids(tokenizer, messages[:index], index)
         # Without the tokens after the end-of-turn token: those may merge with the start of the next turn.
         end = len(turn_ids) - len(closing) + 1
@@ -215,7 +215,7 @@ def _no_boundary(index: int, prompt_text: str, turn_text: str, whole_text: str) 
 
 def _answer_start(tokenizer: "PreTrainedTokenizerBase", prompt_text: str, ids: list[int], index: int) -> int:
     """Index in `ids` of the first token that lies wholly after `prompt_text`."""
-    prompt_ids = _encode(tokenizer, prompt_text)
+    prompt_ids = encode(tokenizer, prompt_text)
     if ids[: len(prompt_ids)] == prompt_ids:
         return len(prompt_ids)
     common = next(i for i, token_id in enumerate(prompt_ids) if ids[i : i + 1] != [token_id])
@@ -233,12 +233,12 @@ def _answer_start(tokenizer: "PreTrainedTokenizerBase", prompt_text: str, ids: l
 
 def _closing_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[Message], index: int) -> list[int]:
     """The end-of-turn token that the template puts behind an answer, and the tokens after it (a newline, often)."""
-    probe = _render(tokenizer, [*prompt, {"role": "assistant", "content": PROBE_ANSWER}], add_generation_prompt=False)
+    probe = chat_text(tokenizer, [*prompt, {"role": "assistant", "content": PROBE_ANSWER}], add_generation_prompt=False)
     _, found, closing_text = probe.rpartition(PROBE_ANSWER)
-    closing = _encode(tokenizer, closing_text) if found and closing_text else []
-    control_ids = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    closing = encode(tokenizer, closing_text) if found and closing_text else []
+    controls = control_ids(tokenizer)
     for position, token_id in enumerate(closing):
-        if token_id in control_ids:
+        if token_id in controls:
             return closing[position:]
     raise DataError(
         f"messages[{index}]: the chat template puts no end-of-turn token behind an answer, only {closing_text!r}; a "
@@ -247,7 +247,18 @@ def _closing_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[Message]
     )
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def control_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Tokens that no text is spelled with: turn ends, headers and the like."""
+    return set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+
+
+def chat_text(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool, **variables: Any
+) -> str:
+    """Text of `messages` through the target's chat template, special tokens written out.
+
+    `variables` are given to the template besides the messages: `tools`, for one.
+    """
     if not tokenizer.chat_template:
         raise TargetError(
             "the target's tokenizer has no chat template, so messages cannot be turned into a prompt",
@@ -257,7 +268,10 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], a
 
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
@@ -269,11 +283,17 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], a
     return text
 
 
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text that has its special tokens written out."""
     # The template writes the special tokens itself; verbose=False: length limits are the caller's business.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert isinstance(ids, list)
     return ids
+
+
+def encode_all(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """`encode` of each text, in parallel."""
+    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]) if texts else []
 
 
 def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], skip_special_tokens: bool) -> str:

@@ -1,8 +1,12 @@
 """`peagle bench`: the document's keys, the sweep's cells, and where tables, documents and plots go."""
 
 import json
+from dataclasses import replace
 
 import pytest
+
+from peagle.cli.arguments import TargetArguments
+from peagle.cli.bench import Arguments, eagle3_drafter
 
 
 @pytest.fixture
@@ -68,3 +72,14 @@ def test_a_dummy_run_reports_the_fraction_of_the_limit(peagle, models):
     bandwidth = result.json["bandwidth"]
     assert bandwidth["bytes_per_second"] > 1e8 and [row["concurrency"] for row in bandwidth["steps"]] == [1, 2]
     assert all(row["fraction_of_limit"] > 0 and row["weight_bytes"] > 0 for row in bandwidth["steps"])
+
+
+def test_the_shipped_control_is_found_as_soon_as_it_is_there(tmp_path, monkeypatch):
+    arguments = Arguments(methods=("none", "eagle3"))
+    monkeypatch.setattr("peagle.cli.bench.ASSETS", tmp_path)
+    assert eagle3_drafter(arguments) is None
+    (tmp_path / "smollm2-135m-instruct-eagle3").mkdir()
+    assert eagle3_drafter(arguments) == str(tmp_path / "smollm2-135m-instruct-eagle3")
+    assert eagle3_drafter(replace(arguments, eagle3_drafter="mine")) == "mine"
+    other = replace(arguments, target=TargetArguments(target="some/model"))
+    assert eagle3_drafter(other) is None, "it belongs to the embedded target alone"

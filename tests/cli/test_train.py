@@ -114,3 +114,45 @@ def test_held_out_conversations_give_an_acceptance_on_the_card(train, data, tmp_
     assert train(tmp_path / "drafter", "--held-out", data, "--num-steps", 1).status == 0
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
     assert card["acceptance"]["held_out_replay"]["acceptance_length"] >= 1
+
+
+def test_one_command_goes_from_prompts_to_a_checked_drafter(peagle, models, recipe, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the user {index}"}) + "\n" for index in range(60)))
+    chosen = ("--target", models / "target", "--dtype", "float32", "--recipe", recipe, "--max-length", 64)
+    result = peagle("train", *chosen, "--data", prompts, "--output", tmp_path / "drafter", "--num-held-out", 2)
+    assert result.status == 0, result.err
+    assert result.out == f"{tmp_path / 'drafter'}\n"
+    assert "holds prompts: the target answers them first" in result.err
+    card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
+    assert card["data"]["made_by"] == "regenerate" and card["data"]["held_out"]["num"] == 2
+    assert card["data"]["num_conversations"] <= 58 and card["data"]["settings"]["max_length"] == 64
+    record = card["acceptance"]["held_out_replay"]
+    assert record["num_drafts"] > 0 and record["num_draft_tokens"] == 2
+
+    again = peagle(
+        "train", *chosen, "--data", tmp_path / "drafter" / "data", "--output", tmp_path / "other", "--num-held-out", 2
+    )
+    assert again.status == 0, again.err
+    other = json.loads((tmp_path / "other" / "drafter_card.json").read_text())
+    assert other["data"] == card["data"] | {"name": "data"} and other["acceptance"] == card["acceptance"]
+
+
+def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_path):
+    chosen = ("--method", "eagle3", "--num-layers", 1)
+    assert train(tmp_path / "control", *chosen).status == 0
+    further = train(tmp_path / "further", *chosen, "--from", tmp_path / "control")
+    assert further.status == 0, further.err
+    card = json.loads((tmp_path / "further" / "drafter_card.json").read_text())
+    assert card["method"] == "eagle3" and card["training"]["from_drafter"]["name"] == "control"
+    served = ("--target", models / "target", "--dtype", "float32", "--drafter", tmp_path / "further")
+    answered = peagle("generate", "the user", *served, "--compare", "--json", "--max-tokens", 8)
+    assert answered.status == 0 and answered.json["identical_to_plain"] is True
+
+
+def test_what_cannot_be_gone_on_from_is_explained(train, tmp_path, models):
+    refused = train(tmp_path / "drafter", f"--from={models / 'drafter'}")
+    assert refused.status == 2 and "num_layers is 2 there and 1 in the settings" in refused.err
+    refused = train(tmp_path / "drafter", "--from", models / "stranger")
+    assert refused.status == 2 and "training cannot go on from" in refused.err
+    assert not (tmp_path / "drafter").exists()

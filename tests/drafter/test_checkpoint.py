@@ -382,3 +382,17 @@ def test_the_shipped_drafter_is_found_through_its_target(tmp_path: Path) -> None
     assert load_drafter(None, target).config.parallel
     target.shipped_drafter = tmp_path / "gone"
     assert "no directory" in refused(None, target).message
+
+
+def test_a_drafter_that_ships_is_found_by_its_name_and_until_then_the_error_names_those_that_do(tmp_path: Path) -> None:
+    target = tiny_target()
+    assert "no directory tiny-eagle3" in refused("tiny-eagle3", target).message
+    target.shipped_drafter = tmp_path / "assets" / "tiny-p-eagle"
+    saved(target.shipped_drafter, target)
+    message = refused("tiny-eagle3", target).message
+    assert message == (
+        "no directory tiny-eagle3, and no drafter of that name ships with this version; those that do: tiny-p-eagle"
+    )
+    saved(tmp_path / "assets" / "tiny-eagle3", target, drafter=tiny_drafter(target, parallel=False))
+    assert load_drafter("tiny-eagle3", target).config.method == "eagle3"
+    assert load_drafter(None, target).config.method == "p-eagle"

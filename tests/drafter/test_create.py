@@ -42,6 +42,25 @@ def test_a_drafter_takes_its_shape_from_the_target() -> None:
     assert config_for_target(target, num_layers=2, parallel=False).mask_token_id is None
 
 
+def test_a_one_layer_eagle3_drafter_starts_as_the_targets_last_layer() -> None:
+    target = tiny_target()
+    drafter = tiny_drafter(target, num_layers=1, parallel=False, norm_output=True)
+    assert torch.equal(drafter.layers[0].mlp.up_proj.weight, target.layers[-1].mlp.up_proj.weight)
+    assert torch.equal(drafter.layers[0].self_attn.o_proj.weight, target.layers[-1].self_attn.o_proj.weight)
+    assert not hasattr(drafter, "mask_hidden")
+
+
+def test_a_given_draft_vocabulary_is_the_drafters() -> None:
+    target = tiny_target()
+    offsets = torch.tensor([4, 4, 9, 9])
+    config = config_for_target(target, num_layers=1, draft_vocab_size=4)
+    drafter = create_drafter(target, config, "target", 0, offsets)
+    assert drafter.to_target_ids(torch.arange(4)).tolist() == [4, 5, 11, 12]
+    assert torch.equal(drafter.head_VD, target.head_VD[[4, 5, 11, 12]])
+    with pytest.raises(ConfigError, match="a target id of its own below 288"):
+        create_drafter(target, config, "target", 0, offsets * 100)
+
+
 def test_layers_start_as_the_targets_last_ones() -> None:
     target = tiny_target()
     with torch.no_grad():

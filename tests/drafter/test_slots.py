@@ -27,9 +27,12 @@ def listed(slots: Slots, row: int = 0) -> list[tuple[int, int]]:
 
 @given(depths=DEPTHS)
 @settings(deadline=None, max_examples=40)
-def test_training_slots_are_every_kept_depth_of_every_anchor_ordered_by_depth(depths: list[int]) -> None:
-    expected = sorted((depth, anchor) for anchor, count in enumerate(depths) for depth in range(count))
-    assert listed(training_slots(torch.tensor([depths]))) == [(anchor, depth) for depth, anchor in expected]
+def test_training_slots_are_depth_zero_of_every_anchor_and_then_the_chains_one_after_the_other(
+    depths: list[int],
+) -> None:
+    text = [(anchor, 0 if count else PADDING) for anchor, count in enumerate(depths)]
+    chains = [(anchor, depth) for anchor, count in enumerate(depths) for depth in range(1, count)]
+    assert listed(training_slots(torch.tensor([depths]))) == text + chains
 
 
 @given(depths=DEPTHS)
@@ -40,8 +43,29 @@ def test_a_slot_sees_the_text_up_to_its_anchor_and_its_own_chain_and_nothing_els
     for query, (query_anchor, query_depth) in enumerate(listed(slots)):
         for key, (key_anchor, key_depth) in enumerate(listed(slots)):
             is_text = key_depth == 0 and key_anchor <= query_anchor
-            is_chain = key_anchor == query_anchor and key_depth <= query_depth
+            is_chain = key_anchor == query_anchor and 0 < key_depth <= query_depth
             assert bool(sees[query, key]) == (is_text or is_chain)
+
+
+@given(documents=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_documents_that_share_a_row_have_the_slots_each_would_have_alone(documents: list[list[int]]) -> None:
+    first_of = [sum(map(len, documents[:number])) for number in range(len(documents))]
+    start = [first for first, depths in zip(first_of, documents, strict=True) for _ in depths]
+    flat = [count for depths in documents for count in depths]
+    packed = training_slots(torch.tensor([flat]), start_BT=torch.tensor([start]))
+    sees, rows = visible(packed, packed)[0], {slot: row for row, slot in enumerate(listed(packed)) if slot[1] >= 0}
+    for first, depths in zip(first_of, documents, strict=True):
+        alone = training_slots(torch.tensor([depths]))
+        for query, (anchor, depth) in enumerate(listed(alone)):
+            if depth == PADDING:
+                continue
+            row = rows[anchor + first, depth]
+            seen = {listed(alone)[key] for key in visible(alone, alone)[0, query].nonzero().flatten().tolist()}
+            found = {listed(packed)[key] for key in sees[row].nonzero().flatten().tolist()}
+            assert found == {(anchor + first, depth) for anchor, depth in seen}
+            assert packed.position_BS[0, row] == alone.position_BS[0, query]
+            assert packed.label_BS[0, row] == alone.label_BS[0, query] + first
 
 
 @given(first=st.integers(0, 6), num_anchors=st.integers(1, 4), num_draft_tokens=st.integers(1, 5))
@@ -104,10 +128,10 @@ def test_padding_reads_placeholders_and_changes_no_real_slot() -> None:
     depths_BT[1, 5:] = 0
     slots, logits = training_logits(drafter, depths_BT, token_ids_BT, aux_BTA)
     alone_slots, alone = training_logits(drafter, depths_BT[1:, :5], token_ids_BT[1:, :6], aux_BTA[1:, :6])
-    num_real = alone_slots.depth_BS.shape[1]
     assert logits.isfinite().all()
-    assert listed(slots, 1)[:num_real] == listed(alone_slots)
-    assert torch.allclose(logits[1, :num_real], alone[0], atol=1e-5)
+    rows = [row for row, (_, depth) in enumerate(listed(slots, 1)) if depth != PADDING]
+    assert [listed(slots, 1)[row] for row in rows] == listed(alone_slots)
+    assert torch.allclose(logits[1, rows], alone[0], atol=1e-5)
     token_ids_BS, _ = inputs_of(drafter, slots, token_ids_BT, aux_BTA)
     assert (token_ids_BS[slots.depth_BS == PADDING] == drafter.config.mask_token_id).all()
 

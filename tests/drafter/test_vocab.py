@@ -4,7 +4,13 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from peagle.drafter.vocab import check_offsets, choose_mask_token_id, draft_to_target
+from peagle.drafter.vocab import (
+    check_offsets,
+    choose_draft_vocab,
+    choose_mask_token_id,
+    draft_to_target,
+    vocab_coverage,
+)
 from peagle.errors import ConfigError
 from tiny import tiny_tokenizer
 
@@ -37,6 +43,18 @@ def test_a_vocabulary_without_an_unused_token_is_refused() -> None:
 def test_offsets_are_added_to_draft_ids() -> None:
     assert draft_to_target(torch.tensor([0, 2, 5])).tolist() == [0, 3, 7]
     assert draft_to_target(torch.zeros(4, dtype=torch.long)).tolist() == [0, 1, 2, 3]
+
+
+def test_the_draft_vocabulary_holds_the_most_frequent_tokens() -> None:
+    counts = torch.tensor([3, 0, 40, 7, 0, 7, 43])
+    offsets = choose_draft_vocab(counts, 3)
+    assert draft_to_target(offsets).tolist() == [2, 3, 6], "of equal counts the lower id, in the target's order"
+    assert vocab_coverage(counts, offsets) == pytest.approx(0.9)
+    offsets = choose_draft_vocab(counts, 6)
+    assert draft_to_target(offsets).tolist() == [0, 1, 2, 3, 5, 6] and vocab_coverage(counts, offsets) == 1.0
+    for size in (1, 8):
+        with pytest.raises(ConfigError, match=f"between 2 and the target's 7, got {size}"):
+            choose_draft_vocab(counts, size)
 
 
 @pytest.mark.parametrize("offsets", [[0, 0, 8], [0, -1, 0], [-1, 0, 0], [1, 0, 0]], ids=str)

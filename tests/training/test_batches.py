@@ -1,107 +1,127 @@
-"""Batches: which rows a step takes, and that each label points at the right slot and the right judge."""
+"""Batches: packed rows, their slots, and that each label points at the right slot and the right judge."""
 
-from collections import Counter
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from peagle.drafter.slots import training_slots
-from peagle.training.batches import LABEL_MULTIPLE, SLOT_MULTIPLE, label_batch, make_batch, pad_rows, rows_of_step
+from packed import conversation, conversations, labels_of, packed_batch, same, settings, slots_by_segment, spans
+from peagle.training.batches import SLOT_MULTIPLE, Batches, make_batch, moved, pack_rows, pad_rows
 from peagle.training.cod import max_depths
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import Conversation
+from peagle.training.labels import LABEL_MULTIPLE
 
 
-def conversation(token_ids, mask):
-    return Conversation(np.array(token_ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+def test_packed_rows_number_their_documents_and_count_positions_anew():
+    rows = [[conversation([5, 6, 7], [0, 1, 1]), conversation([8, 9], [1, 1])], [conversation(range(20, 30), [1] * 10)]]
+    token_ids, mask, document, position = pack_rows(rows, 7)
+    assert token_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0], [20, 21, 22, 23, 24, 25, 26]], "the longest is cut"
+    assert mask.int().tolist() == [[0, 1, 1, 1, 1, 0, 0], [1] * 7]
+    assert document.tolist() == [[0, 0, 0, 1, 1, -1, -1], [0] * 7]
+    assert position.tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
 
 
-def conversations(num_rows, length=20, seed=0):
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(6, length + 1, num_rows)
-    return [conversation(chance.integers(3, 200, n), np.arange(n) >= 3) for n in lengths]
-
-
-def config(**settings):
-    settings = {"num_draft_tokens": 4, "max_length": 24, "batch_size": 3, "retention": 0.7} | settings
-    return TrainConfig(data=Path("data"), output=Path("out"), **settings)
-
-
-@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 3))
-def test_each_epoch_visits_each_row_once(num_rows, batch_size, seed):
-    num_epochs = 3
-    num_steps = -(-num_rows * num_epochs // batch_size)
-    visited = [row for step in range(num_steps) for row in rows_of_step(step, batch_size, num_rows, seed)]
-    for epoch in range(num_epochs):
-        assert Counter(visited[epoch * num_rows : (epoch + 1) * num_rows]) == Counter(range(num_rows))
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = {tuple(rows_of_step(epoch, 40, 40, seed)) for epoch in range(3) for seed in range(3)}
-    assert len(orders) == 9
-
-
-def equal(left, right):
-    flat = [[*batch.slots, *(part for part in batch if isinstance(part, torch.Tensor))] for batch in (left, right)]
-    return left.num_labels == right.num_labels and all(torch.equal(*pair) for pair in zip(*flat, strict=True))
+def test_the_documents_of_a_batch_are_those_of_the_conversations():
+    rows, config = conversations(), settings()
+    batches = Batches(rows, config)
+    batch = batches.make(2)
+    texts = [batch.token_ids_BT[row, first:end].tolist() for row, first, end in spans(batch)]
+    assert texts == [rows[number].token_ids.tolist() for number in batches.documents(2)]
 
 
 def test_a_batch_is_a_function_of_settings_and_step():
-    rows = conversations(7)
-    first = [make_batch(rows, config(), step) for step in (0, 5, 2)]
+    rows = conversations(30)
+    first = [make_batch(rows, settings(), step) for step in (0, 5, 2)]
     torch.manual_seed(99)
-    rows_of_step(123, 4, 50, 3)
-    again = [make_batch(rows, config(), step) for step in (0, 5, 2)]
-    assert all(equal(*pair) for pair in zip(first, again, strict=True))
-    assert not equal(first[0], first[1])
-    assert not equal(first[0], make_batch(rows, config(seed=1), 0))
+    np.random.seed(3)
+    batches = Batches(rows, settings())
+    assert all(same(*pair) for pair in zip(first, (batches.make(step) for step in (0, 5, 2)), strict=True))
+    assert not same(first[0], first[1])
+    assert not same(first[0], make_batch(rows, settings(seed=1), 0))
 
 
 def test_all_batches_of_a_run_share_one_shape():
-    rows = conversations(9)
-    batches = [make_batch(rows, config(), step) for step in range(6)]
-    assert len({batch.token_ids_BT.shape for batch in batches}) == 1
-    assert {batch.slots.anchor_BS.shape[1] % SLOT_MULTIPLE for batch in batches} == {0}
-    assert len({batch.slots.anchor_BS.shape for batch in batches}) == 1
-    assert {len(batch.row_N) % LABEL_MULTIPLE for batch in batches} == {0}
+    batches = Batches(conversations(), settings(num_partitions=2))
+    made = [batches.make(step) for step in range(6)]
+    shapes = {tuple(part.segment.slots.anchor_BS.shape for part in batch.parts) for batch in made}
+    ((first, second),) = shapes
+    assert first == second and first[1] % SLOT_MULTIPLE == 0
+    assert len({batch.token_ids_BT.shape for batch in made}) == 1
 
 
-def test_the_labels_of_a_ten_token_row_are_as_counted_by_hand():
-    #            index 0   1   2   3   4   5   6   7   8   9
-    row = conversation([10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [0, 0, 1, 1, 1, 0, 0, 1, 1, 0])
-    token_ids, mask = pad_rows([row], 10)
-    limits = max_depths(mask, 3)
-    batch = label_batch(token_ids, training_slots(limits.clamp_min(1)), limits)
-    # Depth-0 slots of anchors 0..7 come first, so slot = anchor there; the one deeper slot, (1, 1), is number 8.
-    assert batch.num_labels == 4
-    found = [part[:4].tolist() for part in (batch.slot_N, batch.depth_N, batch.judge_N)]
-    assert found == [[1, 2, 6, 8], [0, 0, 0, 1], [2, 3, 7, 3]]
-    labels = token_ids[0, batch.judge_N[:4] + 1].tolist()
-    assert labels == [13, 14, 18, 14], "the target's distribution at a judge predicts the token after it"
-    assert batch.weight_N.tolist() == [1.0] * 4 + [0.0] * (LABEL_MULTIPLE - 4)
-    assert batch.slots.anchor_BS[0, batch.slot_N[:4]].tolist() == [1, 2, 6, 1]
+@pytest.mark.parametrize("num_partitions", [1, 2, 5])
+def test_each_document_has_the_slots_and_labels_it_would_have_alone(num_partitions):
+    """With retention 1, where chance decides nothing."""
+    rows, config = conversations(), settings(retention=1.0, num_partitions=num_partitions)
+    batches = Batches(rows, config)
+    batch = batches.make(1)
+    slots, labels = set(), []
+    for (row, first, end), number in zip(spans(batch), batches.documents(1), strict=True):
+        if end - first < 3:
+            continue  # too short for an anchor
+        limits = max_depths(torch.from_numpy(rows[number].loss_mask)[None], config.num_draft_tokens)[0].tolist()
+        for anchor, limit in enumerate(limits):
+            slots |= {(row, first + anchor, depth) for depth in range(max(1, limit))}
+            labels += [(row, first + anchor, depth, first + anchor + depth + 1) for depth in range(limit)]
+    found = slots_by_segment(batch)
+    assert set().union(*found) == slots and sum(map(len, found)) == len(slots), "each once"
+    assert sorted(labels_of(batch)) == sorted(labels)
+    assert batch.num_labels == len(labels)
 
 
-def test_every_label_lies_in_an_answer_and_one_after_its_judge():
-    rows = conversations(5)
-    settings = config(retention=1.0)
-    batch = make_batch(rows, settings, 1)
-    _, mask = pad_rows([rows[row] for row in rows_of_step(1, 3, 5, 0)], settings.max_length)
-    for n in range(batch.num_labels):
-        row, slot = int(batch.row_N[n]), int(batch.slot_N[n])
-        anchor, depth = int(batch.slots.anchor_BS[row, slot]), int(batch.slots.depth_BS[row, slot])
-        assert int(batch.depth_N[n]) == depth and int(batch.judge_N[n]) == anchor + depth + 1
-        assert mask[row, anchor + 1 : anchor + depth + 3].all()
-    assert batch.num_labels == int(max_depths(mask, 4).sum()), "with retention 1 no label is missing"
+def test_slots_are_dropped_at_random_but_keep_the_depths_before_them():
+    kept = set().union(*slots_by_segment(packed_batch(retention=0.5)))
+    every = set().union(*slots_by_segment(packed_batch(retention=1.0)))
+    assert kept < every
+    assert {slot for slot in every if slot[2] == 0} <= kept
+    assert all((row, anchor, depth - 1) in kept for row, anchor, depth in kept if depth > 0)
 
 
-def test_a_batch_without_any_label_still_has_a_full_chunk_of_no_weight():
-    batch = make_batch([conversation([5, 6, 7, 8], [0, 0, 0, 1])], config(batch_size=2), 0)
-    assert batch.num_labels == 0 and len(batch.row_N) == LABEL_MULTIPLE and not batch.weight_N.any()
+def test_the_position_of_a_slot_is_its_anchors_in_its_document_plus_its_depth():
+    batch = packed_batch()
+    slots = batch.slots
+    row, slot = (slots.depth_BS >= 0).nonzero(as_tuple=True)
+    expected = batch.position_BT[row, slots.anchor_BS[row, slot]] + slots.depth_BS[row, slot]
+    assert torch.equal(slots.position_BS[row, slot], expected)
+
+
+def test_partitions_change_neither_the_slots_nor_the_labels():
+    whole = packed_batch(step=3)
+    for num_partitions in (2, 3, 8):
+        parts = packed_batch(step=3, num_partitions=num_partitions)
+        assert len(parts.parts) == num_partitions
+        assert set().union(*slots_by_segment(parts)) == slots_by_segment(whole)[0]
+        assert sorted(labels_of(parts)) == sorted(labels_of(whole))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_shares_of_several_processes_together_are_the_batch_of_one(world_size):
+    rows, config = conversations(40), settings(batch_size=6)
+    whole = make_batch(rows, config, 4)
+    shares = [make_batch(rows, config, 4, rank, world_size) for rank in range(world_size)]
+    for rank, share in enumerate(shares):
+        assert torch.equal(share.token_ids_BT, whole.token_ids_BT[rank::world_size])
+    rows_by_rank = [
+        (row * world_size + rank, *rest) for rank, share in enumerate(shares) for row, *rest in labels_of(share)
+    ]
+    assert sorted(rows_by_rank) == sorted(labels_of(whole))
+    assert sum(share.num_labels for share in shares) == whole.num_labels
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+def test_some_rows_of_a_batch_are_a_batch(num_partitions):
+    batch = packed_batch(batch_size=5, num_partitions=num_partitions)
+    parts = [batch.rows(first, min(5, first + 2)) for first in (0, 2, 4)]
+    assert [len(part.token_ids_BT) for part in parts] == [2, 2, 1]
+    moved = [(row + 2 * number, *rest) for number, part in enumerate(parts) for row, *rest in labels_of(part)]
+    assert sorted(moved) == sorted(labels_of(batch))
+    assert same(batch.rows(0, 5), batch)
+
+
+def test_a_batch_without_any_label_still_has_a_chunk_of_no_weight():
+    batch = packed_batch(rows=[conversation([5, 6, 7, 8], [0, 0, 0, 1])], batch_size=2)
+    assert batch.num_labels == 0
+    assert len(batch.labels.row_N) == LABEL_MULTIPLE and not batch.labels.weight_N.any()
 
 
 @pytest.mark.parametrize("length", [4, 30])
@@ -113,15 +133,29 @@ def test_rows_are_padded_or_cut_to_the_length(length):
 
 
 def test_moving_a_batch_keeps_every_part():
-    batch = make_batch(conversations(4), config(), 0)
-    assert equal(batch, batch.to(torch.device("cpu")))
+    batch = packed_batch(num_partitions=2)
+    assert batch.to(torch.device("cpu")) is batch
+    assert same(moved(batch, torch.device("cpu")), batch)
+    assert batch.to(torch.device("meta")).parts[1].labels.judge_N.device.type == "meta"
 
 
-def test_large_batches_are_padded_to_whole_chunks(monkeypatch):
-    """Two rows of 12 tokens have 2 * 10 * (number of depths) labels at most: more than a chunk of 16."""
-    monkeypatch.setattr("peagle.training.batches.LABEL_CHUNK", 16)
-    token_ids_BT = torch.zeros(2, 12, dtype=torch.long)
-    loss_mask_BT = torch.ones(2, 12, dtype=torch.bool)
-    depths_BT = max_depths(loss_mask_BT, 3)
-    batch = label_batch(token_ids_BT, training_slots(depths_BT), depths_BT)
-    assert batch.num_labels > 16 and len(batch.row_N) % 16 == 0 and len(batch.row_N) - batch.num_labels < 16
+def test_prefetched_batches_are_the_same_and_come_in_order():
+    batches = Batches(conversations(), settings())
+    prefetched = list(batches.prefetched(2, 9, lambda batch: (batch.num_labels, batch)))
+    assert all(same(batch, batches.make(step)) for step, (_, batch) in zip(range(2, 9), prefetched, strict=True))
+
+
+def test_prefetching_ends_with_its_reader_and_hands_on_errors():
+    batches = Batches(conversations(), settings())
+    stream = batches.prefetched(0, 10**6, lambda batch: batch)
+    next(stream)
+    stream.close()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "peagle-batches"]:
+        thread.join(timeout=10)
+        assert not thread.is_alive(), "nobody reads what it makes"
+
+    def fail(batch):
+        raise ValueError("no memory for this batch")
+
+    with pytest.raises(ValueError, match="no memory for this batch"):
+        next(batches.prefetched(0, 3, fail))

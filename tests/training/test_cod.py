@@ -21,7 +21,8 @@ def masks(draw, max_rows=3):
 
 
 def sampled(limits, num_draft_tokens, retention, floor=0.0, seed=0):
-    return sample_depths(limits, num_draft_tokens, retention, floor, torch.Generator().manual_seed(seed))
+    chance = torch.rand(limits.shape, generator=torch.Generator().manual_seed(seed))
+    return sample_depths(limits, num_draft_tokens, retention, floor, chance)
 
 
 def test_the_depths_of_a_two_turn_row_are_as_counted_by_hand():
@@ -44,6 +45,20 @@ def test_labels_never_leave_the_answer_or_cross_turns(mask, num_draft_tokens):
             assert not limit or all(flags[anchor + 1 : anchor + 2 + limit]), "one unbroken answer from a + 1 on"
             goes_on = anchor + 2 + limit < len(flags) and all(flags[anchor + 1 : anchor + 3 + limit])
             assert limit == num_draft_tokens or not goes_on, "no label is given away"
+
+
+@given(masks(max_rows=1), st.integers(1, 6), st.data())
+def test_labels_of_packed_documents_are_those_of_each_alone(mask, num_draft_tokens, data):
+    num_tokens = mask.shape[1]
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens - 1), max_size=4)))
+    document = torch.zeros_like(mask, dtype=torch.long)
+    expected = torch.zeros(1, num_tokens, dtype=torch.long)
+    for number, (first, last) in enumerate(zip([0, *cuts], [*cuts, num_tokens], strict=True)):
+        document[:, first:last] = number
+        if last - first >= 3:
+            expected[:, first : last - 2] = max_depths(mask[:, first:last], num_draft_tokens)
+    found = max_depths(mask, num_draft_tokens, document)
+    assert torch.equal(found, expected[:, : num_tokens - 2])
 
 
 @given(masks(), st.integers(1, 9), shares, shares, st.integers(0, 5))
@@ -89,7 +104,7 @@ def test_the_floor_holds_deep_depths_up():
     assert [(depths > depth).sum(1).tolist() for depth in range(1, 8)] == [[50, 50]] + [[25, 25]] * 6
 
 
-def test_the_sample_follows_the_generator_and_nothing_else():
+def test_the_sample_follows_the_random_numbers_and_nothing_else():
     limits = torch.full((3, 200), 6)
     torch.manual_seed(1)
     first = sampled(limits, 6, 0.7, seed=5)

@@ -1,4 +1,4 @@
-"""Conversation files: every row shape, what is cut, dropped and refused, and speed."""
+"""Conversation files and shards: every row shape, what is cut, dropped and refused, and speed."""
 
 import gzip
 import json
@@ -7,8 +7,12 @@ import time
 import numpy as np
 import pytest
 
+from peagle.drafter.card import TargetIdentity
 from peagle.errors import ConfigError, DataError, TargetError
+from peagle.tokenizer import chat_template_hash, tokenizer_hash
 from peagle.training.conversations import read_conversations
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import Row
 from tiny import CHATML, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -81,11 +85,10 @@ def test_long_rows_are_cut_and_rows_without_trained_token_dropped_and_both_count
         {"prompt_ids": [10, 11, 12, 13], "answer_ids": [14, 15]},
         {"prompt_ids": [10, 11, 12, 13, 14], "answer_ids": [15]},
         {"prompt_ids": [10], "answer_ids": []},
-        {"messages": [{"role": "user", "content": "no answer"}]},
     )
     rows = read(path, max_length=5)
     assert [len(row) for row in rows] == [5, 5]
-    assert (rows.num_cut, rows.num_dropped, rows.num_answer_tokens) == (2, 3, 3)
+    assert (rows.num_cut, rows.num_dropped, rows.num_answer_tokens) == (2, 2, 3)
     assert all(row.token_ids.base is None for row in rows), "a cut row does not keep the uncut one in memory"
 
 
@@ -99,10 +102,20 @@ def test_multi_turn_sharegpt_trains_every_answer(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message", "hint"),
     [
-        ({"question": "q", "answer": "r"}, "not a conversation; keys found: question, answer", "target has answered"),
+        ({"question": "q", "answer": "r"}, "not a conversation; keys found: question, answer", "peagle data regen"),
         ({}, "not a conversation; keys found: none", 'allowed: {"messages"'),
         ({"prompt": "q", "answer": 7}, "'answer' is a number (7); it must be a string", "prompt_ids"),
         ({"messages": []}, "'messages' is a list ([]); it must be a non-empty list of objects", ""),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "no answer"}]},
+            "no assistant turn to learn from (roles: system, user)",
+            "let the target answer the prompts: peagle data regenerate",
+        ),
+        (
+            {"messages": [{"role": "usr", "content": "hi"}]},
+            "messages[0]['role'] is 'usr'; allowed: system, developer, user, assistant, tool, function",
+            "did you mean 'user'?",
+        ),
         ({"messages": ["hi"]}, 'messages[0] is a string ("hi"); it must be an object', ""),
         ({"messages": [{"role": "user"}]}, "messages[0]['content'] is missing or null", '"content": "text"'),
         ({"conversations": [{"from": "dog", "value": "w"}]}, "['from'] is 'dog'; allowed: assistant, bard", "messages"),
@@ -152,7 +165,7 @@ def test_bad_files_are_refused_with_the_place(tmp_path, content, message):
 
 def test_missing_files_and_folders_are_refused(tmp_path):
     assert refusal(tmp_path / "none.jsonl").message == f"no file at {tmp_path / 'none.jsonl'}"
-    assert refusal(tmp_path).message == f"cannot read {tmp_path}: Is a directory"
+    assert refusal(tmp_path).message == f"{tmp_path} holds no manifest.json, so it is no directory of shards"
 
 
 def test_a_file_without_any_trainable_row_is_refused(tmp_path):
@@ -164,6 +177,59 @@ def test_a_file_without_any_trainable_row_is_refused(tmp_path):
 def test_a_max_length_that_cannot_hold_prompt_and_answer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="max_length must be at least 2, got 1"):
         read(write(tmp_path / "rows.jsonl", IDS_ROW), max_length=1)
+
+
+def shards(directory, *rows):
+    """Rows as (ids, spans, temperature), in shards of which the first two are sealed and the last one is open."""
+    identity = TargetIdentity("tiny", "weights", tokenizer_hash(TOKENIZER), chat_template_hash(TOKENIZER))
+    made = [Row(key, np.array(ids, np.int32), spans, heat) for key, (ids, spans, heat) in enumerate(rows)]
+    with ShardWriter(directory, "synthesize", identity, {}) as writer:
+        writer.append(made[:1])
+        writer.seal()
+        writer.append(made[1:-1])
+        writer.seal()
+        writer.append(made[-1:])
+    return directory
+
+
+def test_shards_read_like_the_file_of_the_same_ids(tmp_path):
+    ids_rows = [(list(range(10, 10 + length)), prompt, heat) for length, prompt, heat in SHARD_ROWS]
+    directory = shards(tmp_path / "shards", *((ids, ((prompt, len(ids)),), heat) for ids, prompt, heat in ids_rows))
+    written = [{"prompt_ids": i[:p], "answer_ids": i[p:], "temperature": heat} for i, p, heat in ids_rows]
+    path = write(tmp_path / "rows.jsonl", *written)
+    for max_length in (1000, 8, 6):
+        one, other = read(directory, max_length=max_length), read(path, max_length=max_length)
+        assert len(one) == len(other) > 0
+        for left, right in zip(one, other, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist() and left.token_ids.dtype == np.int32
+            assert left.loss_mask.tolist() == right.loss_mask.tolist() and left.loss_mask.dtype == np.bool_
+        assert (one.num_cut, one.num_dropped, one.num_answer_tokens) == (
+            other.num_cut,
+            other.num_dropped,
+            other.num_answer_tokens,
+        )
+        assert one.is_greedy.tolist() == other.is_greedy.tolist() and len(one.is_greedy) == len(one)
+
+
+SHARD_ROWS = [(9, 4, 0.0), (5, 2, 0.7), (12, 7, 0.0), (6, 1, 1.0), (20, 3, 0.0)]
+"""tokens, tokens of the prompt, temperature"""
+
+
+def test_rows_of_shards_are_views_of_the_files(tmp_path):
+    rows = read(shards(tmp_path, *(([1, 2, 3, 4], ((2, 4),), 0.0) for _ in range(3))))
+    assert not any(row.token_ids.flags.owndata for row in rows), "nothing is copied"
+    with pytest.raises(ValueError, match="read-only"):
+        rows.conversations[0].token_ids[0] = 7
+
+
+def test_several_answers_of_a_row_are_trained(tmp_path):
+    (row, *_) = read(shards(tmp_path, *(([1, 2, 3, 4, 5, 6], ((1, 2), (4, 6)), 0.0) for _ in range(3))))
+    assert row.loss_mask.tolist() == [False, True, False, False, True, True]
+
+
+def test_shards_without_a_trainable_row_are_refused(tmp_path):
+    directory = shards(tmp_path, *(([1, 2, 3, 4], ((3, 4),), 0.0) for _ in range(3)))
+    assert "none of its 3 rows has an answer token within max_length = 3" in refusal(directory, max_length=3).message
 
 
 def test_template_trouble_names_the_row(tmp_path):

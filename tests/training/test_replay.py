@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.reference import decode
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
 from peagle.errors import ConfigError
+from peagle.sampling_params import SamplingParams
 from peagle.training.conversations import Conversation
 from peagle.training.replay import draft_everywhere, replay
 from tiny import tiny_drafter, tiny_target
@@ -77,6 +79,19 @@ def slow_walk(target, drafter, conversations, num_draft_tokens):
     return Acceptance(num_drafts, tuple(accepted_per_position))
 
 
+def decoded(target, drafter, conversations, num_draft_tokens):
+    """Counts of really decoding each answer of each conversation."""
+    accepted = []
+    for row in conversations:
+        token_ids = row.token_ids.tolist()
+        for start, stop in answers(row):
+            params = SamplingParams(max_tokens=stop - start, temperature=0.0, ignore_eos=True)
+            steps = list(decode(target, token_ids[:start], params, drafter=drafter, num_draft_tokens=num_draft_tokens))
+            assert [token for step in steps for token in step.token_ids] == token_ids[start:stop]
+            accepted += [step.num_accepted_emitted for step in steps[1:]]
+    return Acceptance.of(accepted, num_draft_tokens)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 @pytest.mark.parametrize("init_seed", [0, 3])
 def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed, monkeypatch):
@@ -91,9 +106,39 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     ]
     expected = slow_walk(target, drafter, rows, num_draft_tokens)
     assert sum(expected.accepted_per_position) > 0, "drafts that are never accepted would prove little"
-    assert replay(target, drafter, rows, num_draft_tokens, rows_at_once=2) == expected
+    assert replay(target, drafter, rows, num_draft_tokens, tokens_at_once=60) == expected
     monkeypatch.setattr("peagle.training.replay.ANCHORS_AT_ONCE", 7)
-    assert replay(target, drafter, rows[::-1], num_draft_tokens, rows_at_once=5) == expected
+    assert replay(target, drafter, rows[::-1], num_draft_tokens, tokens_at_once=1000) == expected
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"parallel": True},
+        {"parallel": False, "norm_output": True},
+        {"parallel": False, "norm_output": False, "num_layers": 1},
+        {"parallel": False, "norm_output": True, "draft_vocab_size": 200, "head": "own"},
+    ],
+    ids=["p-eagle", "eagle3", "eagle3-raw-states", "eagle3-small-vocabulary"],
+)
+def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, monkeypatch):
+    target = tiny_target(num_layers=4, initializer_range=0.05)  # answers that repeat, so that chains grow long
+    drafter = tiny_drafter(target, num_draft_tokens=5, **switches)
+    if "draft_vocab_size" in switches:
+        drafter.d2t[100:] = 60
+        drafter.lm_head.weight.copy_(target.head_VD[drafter.to_target_ids(torch.arange(200))])
+    rows = [
+        conversation(target, (7, 24), seed=1),
+        conversation(target, (3, 5), (4, 1), (5, 9), seed=2),
+        conversation(target, (1, 12), (1, 8), seed=3),
+        conversation(target, (9, 2), seed=4),
+    ]
+    expected = decoded(target, drafter, rows, num_draft_tokens)
+    assert num_draft_tokens == 1 or expected.accepted_per_position[1] > 0, "chains of one token would prove little"
+    assert replay(target, drafter, rows, num_draft_tokens, tokens_at_once=60) == expected
+    monkeypatch.setattr("peagle.training.replay.ANCHORS_AT_ONCE", 7)
+    assert replay(target, drafter, rows[::-1], num_draft_tokens, tokens_at_once=1000) == expected
 
 
 def test_drafts_from_every_anchor_are_the_served_ones(target, drafter):
@@ -144,12 +189,6 @@ def test_nothing_to_draft_counts_nothing(target, drafter):
 def test_more_draft_tokens_than_trained_are_refused(target, drafter):
     with pytest.raises(ConfigError, match="between 1 and 5"):
         replay(target, drafter, [], 6)
-
-
-def test_a_drafter_of_another_kind_is_refused(target):
-    eagle3 = tiny_drafter(target, parallel=False)
-    with pytest.raises(ConfigError, match="replay is for parallel drafters; this one is eagle3"):
-        replay(target, eagle3, [], 2)
 
 
 def test_the_drafter_is_left_in_the_mode_it_was_in(target, drafter, monkeypatch):

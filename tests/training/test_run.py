@@ -2,19 +2,25 @@
 
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from peagle.drafter.card import read_card
-from peagle.drafter.checkpoint import load_drafter
-from peagle.errors import ConfigError, DataError
+from peagle.drafter.card import TargetIdentity, read_card
+from peagle.drafter.checkpoint import load_drafter, save_drafter
+from peagle.engine.llm import LLM
+from peagle.errors import CheckpointError, ConfigError, DataError
+from peagle.sampling_params import SamplingParams
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import read_conversations
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
-from peagle.training.synthesis import SeatedGenerator, SynthesisConfig, answer_greedily
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import Row
 from tiny import tiny_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "embedded_drafter.py"
@@ -30,9 +36,10 @@ def data(target, tmp_path_factory):
     """Greedy answers of the target to six prompts, as a file."""
     path = tmp_path_factory.mktemp("data") / "answers.jsonl"
     prompts = [target.tokenizer(f"the user asks {n}")["input_ids"] for n in range(6)]
-    with SeatedGenerator(target, 6, 48) as generator:
-        path.write_text("".join(json.dumps(row) + "\n" for row in answer_greedily(generator, prompts, 20)))
-    return path
+    with LLM(target, None, max_length=48) as llm:
+        answers = [output.outputs[0].token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=20))]
+    rows = [{"prompt_ids": p, "answer_ids": a, "temperature": 0} for p, a in zip(prompts, answers, strict=True)]
+    return written(path, *rows)
 
 
 def settings(data, output, **changes):
@@ -79,13 +86,16 @@ def test_the_finished_directory_loads_and_drafts_as_trained(target, data, finish
 
 def test_the_directory_holds_the_drafter_and_the_runs_settings_and_metrics_only(finished):
     output, _, _ = finished
-    assert sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()) == [
+    found = sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
+    assert found[:6] == [
         "config.json",
+        "curves.png",
         "drafter_card.json",
         "model.safetensors",
         "run/metrics.jsonl",
         "run/settings.json",
     ]
+    assert len(found) == 7 and found[6].startswith("run/tensorboard/events.out.tfevents")
 
 
 def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(target, data, finished):
@@ -94,11 +104,16 @@ def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(target, dat
     assert card.target.name == "tiny" and card.target.weights == target.fingerprint()
     assert card.method == "p-eagle" and card.num_draft_tokens == 3 and card.max_length == 40
     assert card.aux_layer_ids == target.default_aux_layer_ids
-    assert card.data["file"] == "answers.jsonl" and card.data["num_conversations"] == 6
+    assert card.data["name"] == "answers.jsonl" and card.data["num_conversations"] == 6
     assert card.data["num_cut"] == card.data["num_dropped"] == 0
     assert card.training["num_steps"] == 4 and "data" not in card.training
     assert card.provenance["versions"]["torch"]
-    assert card.acceptance["held_out_replay"] == metrics_of(output)[-1]["replay"]
+    rows = read_conversations(data, target.tokenizer, max_length=64, vocab_size=target.vocab_size).conversations
+    result = replay(target, load_drafter(output, target), rows, 3)
+    record = card.acceptance["held_out_replay"]
+    assert record["num_drafts"] == result.num_drafts > 0 and record["num_draft_tokens"] == 3
+    assert record["acceptance_length"] == pytest.approx(result.acceptance_length, abs=1e-4)
+    assert card.data["held_out"] == {"name": "answers.jsonl", "num": 6, "num_greedy": 6}
 
 
 def test_metrics_hold_the_losses_and_a_replay_at_every_save(finished):
@@ -152,6 +167,84 @@ def test_a_run_without_held_out_conversations_claims_no_acceptance(target, data,
     assert [list(line)[:2] for line in metrics_of(tmp_path)] == [["step", "loss"]]
 
 
+def test_the_control_is_trained_with_the_same_command(target, data, tmp_path):
+    drafter = train_drafter(target, settings(data, tmp_path, method="eagle3"), ignore)
+    card, loaded = read_card(tmp_path), load_drafter(tmp_path, target)
+    assert card.method == loaded.config.method == drafter.config.method == "eagle3"
+    assert loaded.config.norm_output and loaded.config == drafter.config
+    assert card.acceptance["held_out_replay"]["num_drafts"] > 0
+    raw = tmp_path / "raw"
+    train_drafter(target, settings(data, raw, method="eagle3", norm_output=False, num_steps=1), ignore)
+    assert not load_drafter(raw, target).config.norm_output
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_own_embeddings_are_trained_written_and_loaded(target, data, tmp_path, method):
+    config = settings(data, tmp_path, embeddings="own", method=method, weight_decay=0.0)
+    drafter = train_drafter(target, config, ignore)
+    table = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
+    moved = (table != target.embedding_VD.to(torch.bfloat16)).any(1)
+    rows = read_conversations(data, target.tokenizer, max_length=64, vocab_size=target.vocab_size).conversations
+    seen = {int(token) for row in rows for token in row.token_ids}
+    assert 0 < moved.sum() <= len(seen) + 1, "rows of the text's tokens and of the placeholder's, no others"
+    loaded = load_drafter(tmp_path, target)
+    assert loaded.config.embeddings == "own"
+    assert torch.equal(loaded.embedding_VD[:268], drafter.embedding_VD[:268])
+    exported = tmp_path / "exported"
+    save_drafter(loaded, exported, read_card(tmp_path), full=True)
+    assert torch.equal(load_file(exported / "model.safetensors")["embed_tokens.weight"], table)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_small_draft_vocabulary_is_chosen_from_the_answers_and_its_coverage_told(
+    target, data, tmp_path, method, caplog
+):
+    caplog.set_level("INFO")
+    train_drafter(target, settings(data, tmp_path, draft_vocab_size=20, method=method), ignore)
+    rows = read_conversations(data, target.tokenizer, max_length=40, vocab_size=target.vocab_size).conversations
+    counts = Counter(int(token) for row in rows for token in row.token_ids[row.loss_mask])
+    most = sorted(sorted(counts, key=lambda token: (-counts[token], token))[:20])
+    loaded = load_drafter(tmp_path, target)
+    assert loaded.to_target_ids(torch.arange(20)).tolist() == most
+    assert load_file(tmp_path / "model.safetensors")["d2t"].tolist() == [id - n for n, id in enumerate(most)]
+    coverage = sum(counts[token] for token in most) / counts.total()
+    assert read_card(tmp_path).data["draft_vocab"] == {"size": 20, "coverage": pytest.approx(coverage, abs=1e-5)}
+    assert f"20 of 288 tokens, covers {100 * coverage:.2f}% of the answers" in caplog.text
+
+
+def test_a_directory_that_does_not_accept_as_it_did_in_memory_is_reported_and_nothing_is_lost(
+    target, data, tmp_path, monkeypatch
+):
+    def damaged(drafter, directory, card, *, full):
+        save_drafter(drafter, directory, card, full=full)
+        tensors = load_file(directory / "model.safetensors")
+        tensors["norm.weight"] = tensors["norm.weight"].flip(0) * torch.linspace(-9, 9, 64).to(torch.bfloat16)
+        save_file(tensors, directory / "model.safetensors")
+
+    config = settings(data, tmp_path, num_steps=40, learning_rate=5e-3, save_every=40)
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.training.run.save_drafter", damaged)
+        with pytest.raises(CheckpointError, match="it was not written as it is") as caught:
+            train_drafter(target, config, ignore)
+    assert "the same command writes the directory again" in caught.value.hint
+    steps = []
+    train_drafter(target, config, lambda step, metrics: steps.append(step))
+    assert steps == [] and read_card(tmp_path).acceptance["held_out_replay"]["acceptance_length"] > 1
+
+
+def test_training_goes_on_from_a_drafter(target, data, finished, tmp_path):
+    changes = {"from_drafter": finished[0], "num_draft_tokens": 4, "num_steps": 2, "log_every": 1}
+    first = []
+    train_drafter(target, settings(data, tmp_path, **changes), lambda step, metrics: first.append(metrics["loss"]))
+    anew = []
+    fresh = changes | {"from_drafter": None}
+    train_drafter(target, settings(data, tmp_path / "new", **fresh), lambda step, metrics: anew.append(metrics["loss"]))
+    assert first[0] < anew[0], "it begins better than a new one"
+    card = read_card(tmp_path)
+    assert card.training["from_drafter"]["name"] == "drafter" and len(card.training["from_drafter"]["weights"]) == 32
+    assert card.num_draft_tokens == load_drafter(tmp_path, target).config.num_draft_tokens == 4
+
+
 def test_layers_tapped_for_another_drafter_do_not_become_the_default(data, tmp_path):
     target = tiny_target()
     target.tap((0, 1))
@@ -167,8 +260,32 @@ def written(path, *rows):
     return path
 
 
+def shards(directory, target, temperatures):
+    """Rows of the given temperatures as `peagle data` would have written them."""
+    with ShardWriter(directory, "synthesize", TargetIdentity.of(target), {"seed": 0}) as writer:
+        rows = []
+        for key, temperature in enumerate(temperatures):
+            ids = np.random.default_rng(key).integers(3, 260, 24).astype(np.int32)
+            rows.append(Row(key, ids, ((6, 24),), temperature))
+        writer.append(rows, [])
+        writer.finish()
+    return directory
+
+
+def test_greedy_rows_are_set_apart_where_none_are_given(target, tmp_path):
+    data = shards(tmp_path / "data", target, [0.0, 0.7] * 40)
+    train_drafter(target, settings(data, tmp_path / "out", held_out=None, num_held_out=3, num_steps=1), ignore)
+    card = read_card(tmp_path / "out")
+    assert card.data["held_out"] == {"name": "split off the data", "num": 3, "num_greedy": 3}
+    assert card.data["num_conversations"] == 77 and card.data["num_answer_tokens"] == 77 * 18
+    assert card.data["made_by"] == "synthesize" and card.data["settings"] == {"seed": 0}
+    assert card.acceptance["held_out_replay"]["num_drafts"] > 0
+
+
 def test_bad_settings_and_data_are_refused_before_anything_is_written(target, data, tmp_path):
     prompt_only = written(tmp_path / "prompt_only.jsonl", {"prompt_ids": list(range(3, 60)), "answer_ids": [5, 6]})
+    questions = written(tmp_path / "questions.jsonl", {"messages": [{"role": "user", "content": "why?"}]})
+    strange = shards(tmp_path / "strange", tiny_target(seed=5), [0.0])
     one_token = written(tmp_path / "one_token.jsonl", {"prompt_ids": [4, 5, 6], "answer_ids": [7]})
     cases = [
         ({"max_length": 513}, ConfigError, "max_length 513 exceeds the target's 512", "use at most 512"),
@@ -179,6 +296,11 @@ def test_bad_settings_and_data_are_refused_before_anything_is_written(target, da
         ({"data": one_token}, DataError, "no row has an answer of two tokens or more", "longer answers"),
         ({"aux_layer_ids": (2, 8)}, ConfigError, "aux_layer_ids must", "default"),
         ({"mask_token_id": 288}, ConfigError, "mask_token_id must be between 0 and 287", ""),
+        ({"draft_vocab_size": 289}, ConfigError, "draft_vocab_size 289 exceeds the target's 288", "leave it out"),
+        ({"data": questions}, DataError, "holds prompts without answers", "peagle data regenerate"),
+        ({"data": tmp_path}, DataError, "holds no manifest.json", "peagle data"),
+        ({"data": strange}, DataError, "not by 'tiny': its weights are others", "its own target says"),
+        ({"held_out": strange}, DataError, "not by 'tiny': its weights are others", "its own target says"),
     ]
     output = tmp_path / "drafter"
     for changes, kind, words, hint in cases:
@@ -187,6 +309,26 @@ def test_bad_settings_and_data_are_refused_before_anything_is_written(target, da
             train_drafter(target, settings(**values), ignore)
         assert words in caught.value.message, changes
         assert hint in (caught.value.hint or ""), changes
+        assert not output.exists(), changes
+
+
+def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished, tmp_path):
+    output = tmp_path / "out"
+    stranger = tiny_target(seed=5)
+    cases = [
+        ({"num_layers": 2}, target, ConfigError, "num_layers is 1 there and 2 in the settings"),
+        ({"method": "eagle3"}, target, ConfigError, "method is 'p-eagle' there and 'eagle3' in the settings"),
+        ({"fc_norm": False}, target, ConfigError, "fc_norm is True there and False in the settings"),
+        ({"draft_vocab_size": 20}, target, ConfigError, "draft_vocab_size is 288 there and 20 in the settings"),
+        ({"aux_layer_ids": (0, 1, 2)}, target, ConfigError, "aux_layer_ids is [2, 4, 5] there and [0, 1, 2]"),
+        ({}, stranger, CheckpointError, "its weights are not the ones the drafter was trained on"),
+        ({"from_drafter": tmp_path / "no"}, target, CheckpointError, f"no directory {tmp_path / 'no'}"),
+    ]
+    for changes, chosen, kind, words in cases:
+        values = {"data": data, "output": output, "from_drafter": finished[0]} | changes
+        with pytest.raises(kind) as caught:
+            train_drafter(chosen, settings(**values), ignore)
+        assert "training cannot go on from" in caught.value.message and words in caught.value.message, changes
         assert not output.exists(), changes
 
 
@@ -205,18 +347,15 @@ def test_the_recipe_goes_from_prompts_to_a_replayed_drafter(data, tmp_path, monk
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     monkeypatch.setattr(recipe, "load_target", lambda name: tiny_target())
-    short = SynthesisConfig(system_prompts=("Be brief.",), given_share=1.0, max_question_tokens=8)
-    monkeypatch.setattr(recipe, "SynthesisConfig", lambda: short)
+    monkeypatch.setattr(recipe, "NUM_HELD_OUT", 2)
     monkeypatch.setattr(recipe, "NUM_ANSWER_TOKENS", 16)
     given = written(tmp_path / "given.jsonl", *({"prompt": f"the user asks {n}"} for n in range(40)))
     work = tmp_path / "work"
-    common = ["--work", str(work), "--num-seats", "8", "--max-length", "80"]
-    recipe.main(["synthesize", *common, "--given", str(given), "--seconds", "2"])
-    rows = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
-    assert rows and all(len(row["prompt_ids"]) + len(row["answer_ids"]) <= 80 for row in rows)
+    common = ["--work", str(work), "--max-batch", "8", "--max-length", "240"]
+    recipe.main(["synthesize", *common, "--given", str(given), "--num-tokens", "400", "--keep-cut"])
     recipe.main(["answer", *common, "--prompts", f"asked={given}"])
-    (work / "held_out.jsonl").write_text((work / "answers-asked.jsonl").read_text())
-    recipe.main(["train", "replay", *common, "--num-steps", "2", "--batch-size", "2", "--num-layers", "1"])
+    few = ["num_steps=2", "batch_size=2", "num_layers=1", 'compile="off"']
+    recipe.main(["train", "replay", *common, "--settings", *few])
     output = capsys.readouterr().out
     assert "asked: 40 answers of 40 prompts" in output
     assert "answers-asked K=7 AL=" in output and "held_out K=3 AL=" in output

@@ -1,248 +1,340 @@
-"""The seated generator against transformers, and which of the target's own questions and answers are kept."""
+"""The target's own questions and answers: which are kept, how often each thing is asked for, and when it ends."""
 
-import time
+import itertools
+from typing import NamedTuple
 
+import numpy as np
 import pytest
-import torch
-from transformers import MistralConfig, MistralForCausalLM
 
-from peagle.errors import ConfigError, RequestError, TargetError
-from peagle.targets.hf import HFTarget
-from peagle.training.synthesis import (
-    Job,
-    SeatedGenerator,
-    SynthesisConfig,
-    SynthesisCounts,
-    answer_greedily,
-    synthesize,
-)
-from tiny import tiny_target, tiny_tokenizer
+from peagle.drafter.card import TargetIdentity
+from peagle.engine.feed import Feed
+from peagle.errors import ConfigError, DataError, RequestError
+from peagle.training.generation import Dialog, Job, SynthesisConfig, Until
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import open_shards
+from peagle.training.synthesis import check, loops, most_tokens, synthesize
+from tiny import CHATML, tiny_target, tiny_tokenizer
+
+CONFIG = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), temperatures=(0.0, 0.7))
 
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(num_layers=3)
+    return tiny_target(num_layers=2)
 
 
-def prompts(*lengths):
-    chance = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 260, (length,), generator=chance).tolist() for length in lengths]
-
-
-def generated(target, prompt_ids, max_tokens):
-    output = target.model.generate(
-        torch.tensor([prompt_ids]),
-        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-    )
-    return output[0, len(prompt_ids) :].tolist()
-
-
-def test_greedy_answers_equal_those_of_transformers_with_more_jobs_than_seats(target):
-    asked = prompts(1, 5, 17, 9, 2, 30, 4, 11)
-    expected = {tuple(prompt): generated(target, prompt, 20) for prompt in asked}
-    with SeatedGenerator(target, num_seats=3, max_length=64) as generator:
-        rows = list(answer_greedily(generator, asked, max_tokens=20))
-    assert len(rows) == len(asked)
-    for row in rows:
-        assert row["answer_ids"] == expected[tuple(row["prompt_ids"])]
-    assert {row["temperature"] for row in rows} == {0.0}
-
-
-def test_an_answer_ends_with_the_end_token_and_keeps_it(target):
-    prompt = prompts(6)[0]
-    answer = generated(target, prompt, 12)
-    target_ids, target.eos_token_ids = target.eos_token_ids, frozenset({answer[4]})
-    try:
-        with SeatedGenerator(target, num_seats=2, max_length=64) as generator:
-            (row,) = answer_greedily(generator, [prompt], max_tokens=30)
-    finally:
-        target.eos_token_ids = target_ids
-    assert row["answer_ids"] == answer[: answer.index(answer[4]) + 1]
-
-
-def test_an_answer_ends_where_its_seat_does(target):
-    prompt = prompts(6)[0]
-    with SeatedGenerator(target, num_seats=1, max_length=16) as generator:
-        rows = list(answer_greedily(generator, [prompt, prompts(15)[0]], max_tokens=100))
-    assert [len(row["answer_ids"]) for row in rows] == [10, 1]
-
-
-def test_no_jobs_give_no_answers(target):
-    with SeatedGenerator(target, num_seats=2, max_length=16) as generator:
-        assert list(answer_greedily(generator, [], max_tokens=4)) == []
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_sampled_tokens_follow_the_targets_distribution(target, temperature):
-    prompt, num_draws = prompts(8)[0], 1500
-    logits = target.forward(torch.tensor([prompt])).logits_BTV[0, -1]
-    probs = torch.softmax(logits / temperature, -1)
-    with SeatedGenerator(target, num_seats=250, max_length=10) as generator:
-        jobs = iter([Job(prompt, temperature, 1)] * num_draws)
-        drawn = [tokens for _, tokens in generator.run(lambda: next(jobs, None))]
-    assert len(drawn) == num_draws and {len(tokens) for tokens in drawn} == {1}
-    counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(probs)).double()
-    order = probs.argsort(descending=True)
-    groups = [order[:1], order[1:3], order[3:10], order[10:40], order[40:]]
-    expected = torch.stack([probs[group].sum() for group in groups]).double() * num_draws
-    observed = torch.stack([counts[group].sum() for group in groups])
-    is_large = expected > 5
-    chi_square = float(((observed - expected) ** 2 / expected)[is_large].sum())
-    assert is_large.sum() >= 3 and chi_square < 20, f"{observed.tolist()} against {expected.tolist()}"
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_targets_own_attention_is_back_after_closing(implementation):
-    target = tiny_target(num_layers=2)
-    target.model.set_attn_implementation(implementation)
-    token_ids = torch.tensor(prompts(7))
-    before = target.forward(token_ids).logits_BTV
-    generator = SeatedGenerator(target, num_seats=1, max_length=16)
-    assert target.model.config._attn_implementation == "peagle_seats"
-    generator.close()
-    assert target.model.config._attn_implementation == implementation
-    assert torch.equal(target.forward(token_ids).logits_BTV, before)
-    with pytest.raises(KeyboardInterrupt), SeatedGenerator(target, num_seats=1, max_length=16):
-        raise KeyboardInterrupt
-    assert target.model.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (Job([], 0.0, 4), "between 1 and 15 tokens, got 0"),
-        (Job([5] * 16, 0.0, 4), "between 1 and 15 tokens, got 16"),
-        (Job([5], 0.0, 0), "max_tokens must be at least 1"),
-        (Job([5], -1.0, 4), "the temperature at least 0, got 4 and -1.0"),
-    ],
-)
-def test_a_job_that_cannot_be_seated_is_refused(target, job, words):
-    with SeatedGenerator(target, num_seats=1, max_length=16) as generator:
-        jobs = iter([job])
-        with pytest.raises(RequestError) as caught:
-            list(generator.run(lambda: next(jobs, None)))
-    assert words in caught.value.message
-
-
-def test_seats_longer_than_the_target_are_refused(target):
-    for num_seats, max_length in ((0, 16), (1, 513), (1, 1)):
-        with pytest.raises(ConfigError, match="max_length between 2 and the target's 512"):
-            SeatedGenerator(target, num_seats, max_length)
-
-
-def windowed_target(window):
-    torch.manual_seed(0)
-    config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=288,
-        max_position_embeddings=64,
-        sliding_window=window,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
-    return HFTarget(MistralForCausalLM(config), tiny_tokenizer(), name="windowed")
-
-
-def test_a_window_that_would_matter_is_refused_and_one_that_cannot_is_not():
-    prompt = prompts(5)[0]
-    with SeatedGenerator(windowed_target(8), num_seats=1, max_length=16) as generator:
-        with pytest.raises(TargetError, match="MistralForCausalLM attends with a sliding window"):
-            list(answer_greedily(generator, [prompt], max_tokens=4))
-    wide = windowed_target(32)
-    expected = generated(wide, prompt, 8)
-    with SeatedGenerator(wide, num_seats=1, max_length=16) as generator:
-        assert [row["answer_ids"] for row in answer_greedily(generator, [prompt], 8)] == [expected]
+class Scripted(NamedTuple):
+    job: Job
+    token_ids: list[int]
+    is_ended: bool
 
 
 class ScriptedGenerator:
-    """Stands where the seats do; its questions and answers are given, so that each way out can be taken."""
+    """Stands where the engine does; its questions and answers are given, so that each way out can be taken."""
 
-    def __init__(self, target, questions, answers, max_length=120):
-        self.target, self.max_length = target, max_length
+    max_length = 120
+
+    def __init__(self, target, questions=(), answers=(), at_once=1):
+        self.target, self.at_once = target, at_once
         self.questions, self.answers = iter(questions), iter(answers)
         self.jobs = []
 
-    def run(self, next_job):
-        while (job := next_job()) is not None:
-            self.jobs.append(job)
-            tokens = next(self.questions if job.tag == "question" else self.answers, None)
-            if tokens is None:
+    def run(self, next_jobs):
+        while jobs := list(next_jobs(self.at_once)):
+            self.jobs += jobs
+            found = [(job, next(self.questions if job.tag is None else self.answers, None)) for job in jobs]
+            answers = [Scripted(job, ids, ids[-1] == 2) for job, ids in found if ids is not None]
+            if not answers:
                 return
-            yield job, tokens
-
-
-CONFIG = SynthesisConfig(system_prompts=("Be brief.",), answer_temperatures=(0.0, 0.7))
+            yield answers
 
 
 def spoken(target, text, ended=True):
     return target.tokenizer(text, add_special_tokens=False)["input_ids"] + [2] * ended
 
 
-def test_short_cut_repeated_and_long_questions_are_dropped_and_counted(target):
+def answer(number=0, length=20):
+    return [20 + (number + index) % 200 for index in range(length - 1)] + [2]
+
+
+def run(target, directory, generator, config=CONFIG, until=None, given=()):
+    identity = TargetIdentity.of(target)
+    with ShardWriter(directory, "synthesize", identity, {}) as writer:
+        with ShardWriter(directory / "held_out", "synthesize", identity, {}) as held_out:
+            return synthesize(generator, writer, held_out, config, until or Until(seconds=60), given)
+
+
+def texts(target, directory):
+    return [
+        target.tokenizer.decode(shard.token_ids[start:end].tolist())
+        for shard in open_shards(directory).shards
+        for start, end in itertools.pairwise(shard.offsets.tolist())
+    ]
+
+
+def prompt(text, where="prompts.jsonl:1"):
+    return Dialog(where, ({"role": "user", "content": text},))
+
+
+def test_faulty_questions_are_dropped_and_counted_by_reason(target, tmp_path):
     questions = [
         spoken(target, "What is the use?"),
         spoken(target, "short"),
         spoken(target, "a question that was cut", ended=False),
         spoken(target, "  What is the use?  "),
         spoken(target, "words " * 30),
+        spoken(target, "q" + "abcdefgh" * 8),
         spoken(target, "Another question?"),
     ]
-    answers = [list(range(20, 40)), list(range(20, 30))]
-    generator, counts = ScriptedGenerator(target, questions, answers), SynthesisCounts()
-    rows = list(synthesize(generator, CONFIG, [], 60, counts))
-    assert counts.dropped == {"question": 2, "repeated": 1, "long": 1, "answer": 1}
-    assert counts.questions == 3 and counts.answers == 1 and counts.answer_tokens == 20
-    (row,) = rows
-    asked = "<|im_start|>user\nWhat is the use?<|im_end|>\n<|im_start|>assistant\n"
-    assert target.tokenizer.decode(row["prompt_ids"]) == asked
-    assert row["answer_ids"] == list(range(20, 40)) and row["temperature"] in CONFIG.answer_temperatures
+    generator = ScriptedGenerator(target, questions, [answer(0), answer(50)])
+    counts = run(target, tmp_path, generator)
+    assert counts["dropped"] == {
+        "question: loops": 2,
+        "question: short": 1,
+        "question: cut": 1,
+        "question: asked before": 1,
+    }
+    assert counts["num_rows"] == 2 and counts["num_answer_tokens"] == 40
+    assert texts(target, tmp_path)[0].startswith(
+        "<|im_start|>user\nWhat is the use?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
-def test_questions_begin_right_after_the_header_of_a_user_turn(target):
-    generator = ScriptedGenerator(target, [], [])
-    assert list(synthesize(generator, CONFIG, [], 60, SynthesisCounts())) == []
-    (job,) = generator.jobs
-    assert target.tokenizer.decode(job.prompt_ids) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    assert (job.temperature, job.max_tokens) == (CONFIG.question_temperature, CONFIG.max_question_tokens)
+def test_faulty_answers_and_long_prompts_are_dropped_and_counted_by_reason(target, tmp_path):
+    answers = [
+        answer(length=11),
+        [30, 31, 32, 33] * 12 + [2],
+        [*answer(7)[:-1], 9],
+        answer(9),
+    ]
+    questions = [spoken(target, f"the question number {n}") for n in range(4)] + [
+        spoken(target, "".join(map(chr, range(40, 110))))
+    ]
+    counts = run(target, tmp_path, ScriptedGenerator(target, questions, answers))
+    assert counts["dropped"] == {
+        "answer: short": 1,
+        "answer: loops": 1,
+        "answer: cut": 1,
+        "prompt: too long": 1,
+    }
+    assert counts["num_rows"] == 1
 
 
-def test_given_prompts_are_answered_each_once_even_an_empty_one(target):
-    config = SynthesisConfig(given_share=1.0, system_prompts=CONFIG.system_prompts)
-    generator = ScriptedGenerator(target, [], [list(range(20, 40))] * 5)
-    rows = list(synthesize(generator, config, ["first prompt", "", "third"], 60, SynthesisCounts()))
-    texts = sorted(target.tokenizer.decode(row["prompt_ids"]) for row in rows)
-    middles = [text.removeprefix("<|im_start|>user\n").split("<|im_end|>")[0] for text in texts]
-    assert sorted(middles) == ["", "first prompt", "third"]
+def test_rows_hold_the_tokens_that_were_asked_and_answered_and_train_the_answer_alone(target, tmp_path):
+    generator = ScriptedGenerator(target, [spoken(target, "What is the use?")], [answer(3)])
+    run(target, tmp_path, generator)
+    (shard,) = open_shards(tmp_path).shards
+    (asked,) = [job for job in generator.jobs if job.tag is not None]
+    assert shard.token_ids.tolist() == asked.prompt_ids + answer(3)
+    assert shard.loss_mask.tolist() == [False] * len(asked.prompt_ids) + [True] * 20
+    assert shard.temperatures.tolist() == pytest.approx([asked.params.temperature])
 
 
-def test_nothing_is_started_after_the_deadline(target):
+def test_cut_answers_are_kept_on_request(target, tmp_path):
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), keep_cut=True)
+    generator = ScriptedGenerator(target, [spoken(target, "What is the use?")], [answer(3)[:-1]])
+    assert run(target, tmp_path, generator, config)["num_rows"] == 1
+
+
+def test_questions_begin_right_after_the_header_of_a_user_turn_under_every_system_prompt(target, tmp_path):
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.", ""))
+    generator = ScriptedGenerator(target, at_once=40)
+    run(target, tmp_path, generator, config)
+    begun = {target.tokenizer.decode(job.prompt_ids) for job in generator.jobs}
+    assert begun == {"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n", "<|im_start|>user\n"}
+    params = generator.jobs[0].params
+    assert (params.temperature, params.max_tokens) == (config.question_temperature, config.max_question_tokens)
+    assert len({job.params.seed for job in generator.jobs}) == 40, "each has random numbers of its own"
+
+
+def test_given_prompts_are_answered_once_each_and_at_their_share(target, tmp_path):
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), given_share=0.5)
+    given = [prompt(f"given prompt {number}") for number in range(4)] + [prompt("given prompt 0")]
+    questions = [spoken(target, f"the question number {n}") for n in range(6)]
+    generator = ScriptedGenerator(target, questions, [answer(n) for n in range(20)])
+    run(target, tmp_path, generator, config, given=given)
+    asked = ["given" if "given prompt" in text else "own" for text in texts(target, tmp_path)]
+    assert asked[:7] == ["given", "own", "given", "own", "given", "own", "given"] and asked[7:] == ["own"] * 3
+
+
+def test_of_given_conversations_the_first_turn_is_answered(target, tmp_path):
+    messages = [("assistant", "Hi"), ("system", "Be kind."), ("user", "first"), ("assistant", "b"), ("user", "second")]
+    dialog = Dialog("file:1", [{"role": role, "content": text} for role, text in messages])
+    run(target, tmp_path, ScriptedGenerator(target, [], [answer()]), given=[dialog])
+    (text,) = texts(target, tmp_path)
+    assert text.startswith(
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nfirst<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_nothing_answered_in_an_earlier_run_is_asked_again(target, tmp_path):
+    given = [prompt("given prompt 0"), prompt("given prompt 1")]
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), given_share=1.0)
+    first = ScriptedGenerator(target, [spoken(target, "What is the use?")], [answer(n) for n in range(3)])
+    run(target, tmp_path, first, config, given=given)
+    second = ScriptedGenerator(
+        target, [spoken(target, "What is the use?"), spoken(target, "Something new?")], [answer(n) for n in range(3)]
+    )
+    counts = run(target, tmp_path, second, config, given=given)
+    assert counts["num_rows"] == 4 and counts["dropped"] == {"question: asked before": 1}
+    assert len(set(texts(target, tmp_path))) == 4
+    seeds = [{job.params.seed for job in generator.jobs} for generator in (first, second)]
+    assert not seeds[0] & seeds[1], "a second run does not draw the numbers of the first"
+
+
+def test_greedy_answers_are_set_apart_up_to_the_number_asked_for(target, tmp_path):
+    config = SynthesisConfig(max_length=120, system_prompts=("x",), temperatures=(0.0, 0.9), num_held_out=3)
+    questions = [spoken(target, f"the question number {n}") for n in range(30)]
+    # The first greedy answer is of no use; another takes its place.
+    answers = [answer(n) for n in range(30)]
+    generator = ScriptedGenerator(target, questions, [[20, 2]] * 2 + answers)
+    run(target, tmp_path, generator, config)
+    (apart,) = open_shards(tmp_path / "held_out").shards
+    assert apart.num_rows == 3 and set(apart.temperatures.tolist()) == {0.0}
+    trained = np.concatenate([shard.keys for shard in open_shards(tmp_path).shards])
+    assert not set(apart.keys.tolist()) & set(trained.tolist())
+    counts = run(target, tmp_path, ScriptedGenerator(target, [spoken(target, "A new one?")], [answer()]), config)
+    assert counts["num_rows"] == 29
+    assert open_shards(tmp_path / "held_out").counts()["num_rows"] == 3, "a later run adds none"
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 50])
+def test_a_number_of_answers_is_met_exactly(target, tmp_path, at_once):
+    questions = [spoken(target, f"the question number {n}") for n in range(60)]
+    answers = [answer(n, length=5 if n % 3 else 20) for n in range(60)]
+    generator = ScriptedGenerator(target, questions, answers, at_once)
+    assert run(target, tmp_path, generator, until=Until(num_answers=7))["num_rows"] == 7
+    again = ScriptedGenerator(target, [], [], at_once)
+    assert run(target, tmp_path, again, until=Until(num_answers=7))["num_rows"] == 7 and again.jobs == []
+
+
+def test_a_number_of_tokens_is_reached_and_not_passed_by_much(target, tmp_path):
+    questions = [spoken(target, f"the question number {n}") for n in range(60)]
+    generator = ScriptedGenerator(target, questions, [answer(n) for n in range(60)], at_once=4)
+    counts = run(target, tmp_path, generator, until=Until(num_tokens=210))
+    assert 210 <= counts["num_answer_tokens"] <= 210 + 4 * 20
+
+
+def test_nothing_is_started_after_the_deadline(target, tmp_path):
     generator = ScriptedGenerator(target, [spoken(target, "never asked for")], [])
-    assert list(synthesize(generator, CONFIG, ["a prompt"], -1, SynthesisCounts())) == []
+    run(target, tmp_path, generator, until=Until(seconds=1e-9), given=[prompt("a prompt")])
     assert generator.jobs == []
 
 
-def test_a_template_that_takes_no_system_message_is_refused_in_words(target):
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-    tokenizer, target.tokenizer = target.tokenizer, tiny_tokenizer(chat_template=refusing)
+def test_a_target_of_which_no_answer_is_of_use_is_given_up(target, tmp_path):
+    questions = [spoken(target, f"the question number {n}") for n in range(200)]
+    generator = ScriptedGenerator(target, questions, [answer(n)[:-1] for n in range(200)])
+    with pytest.raises(DataError) as caught:
+        run(target, tmp_path, generator)
+    assert caught.value.message == "none of the first 64 answers can be used: answer: cut (64)"
+    assert "--keep-cut" in caught.value.hint
+
+
+def test_many_cut_answers_are_said(target, tmp_path, caplog):
+    questions = [spoken(target, f"the question number {n}") for n in range(80)]
+    answers = [answer(n)[: None if n % 4 == 0 else -1] for n in range(80)]
+    run(target, tmp_path, ScriptedGenerator(target, questions, answers))
+    assert "48 of the first 64 answers were dropped because they reach max_length 120" in caplog.text
+
+
+def on_template(target, template, action):
+    tokenizer, target.tokenizer = target.tokenizer, tiny_tokenizer(chat_template=template)
     try:
-        with pytest.raises(RequestError, match="no system here"):
-            list(synthesize(ScriptedGenerator(target, [], []), CONFIG, [], 60, SynthesisCounts()))
+        return action()
     finally:
         target.tokenizer = tokenizer
 
 
-def test_a_target_writes_rows_on_its_own_within_the_time(target):
-    counts, started = SynthesisCounts(), time.monotonic()
-    config = SynthesisConfig(given_share=1.0, system_prompts=("Be brief.",), max_question_tokens=12)
-    with SeatedGenerator(target, num_seats=8, max_length=80) as generator:
-        rows = list(synthesize(generator, config, ["the user asks"] * 6, 0.5, counts))
-    assert time.monotonic() - started < 30
-    assert counts.answers == len(rows) and counts.answer_tokens == sum(len(row["answer_ids"]) for row in rows)
-    assert counts.answers + counts.dropped["answer"] >= 6
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHATML
+
+
+def test_a_template_that_takes_no_system_message_is_used_without_and_that_is_said(target, tmp_path, caplog):
+    config = SynthesisConfig(max_length=120, system_prompts=("", "a", "b"))
+    generator = ScriptedGenerator(target)
+    caplog.set_level("INFO")
+    on_template(target, NO_SYSTEM, lambda: run(target, tmp_path, generator, config))
+    assert "under 1 of the 3 system prompts" in caplog.text and "no system here" in caplog.text
+    assert target.tokenizer.decode(generator.jobs[0].prompt_ids) == "<|im_start|>user\n"
+    with pytest.raises(RequestError, match="no system here"):
+        on_template(target, NO_SYSTEM, lambda: check(target, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHATML.replace("<|im_end|>", ""), "the chat template puts no end-of-turn token behind an answer"),
+        (
+            CHATML.replace(
+                "message['content'] + '<|im_end|>'", "message['content'] + ('<|im_end|>' if loop.index > 1 else ' END')"
+            ),
+            "puts no end-of-turn token behind a user's words, only ' END\\n",
+        ),
+    ],
+)
+def test_templates_without_boundaries_are_refused_with_the_reason(target, template, words):
+    plain = SynthesisConfig(max_length=120, system_prompts=("",))
+    with pytest.raises(DataError) as caught:
+        on_template(target, template, lambda: check(target, plain))
+    assert words in caught.value.message
+
+
+def test_a_given_prompt_that_the_template_refuses_is_named_by_its_line(target, tmp_path):
+    dialog = Dialog("file:7", [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}])
+    config = SynthesisConfig(max_length=120, system_prompts=("",))
+    with pytest.raises(DataError, match="file:7: the target's chat template refuses"):
+        on_template(target, NO_SYSTEM, lambda: run(target, tmp_path, ScriptedGenerator(target), config, given=[dialog]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperatures": ()}, "temperatures must be 0 or more, got none"),
+        ({"temperatures": (0.5, -1)}, "temperatures must be 0 or more, got 0.5, -1"),
+        ({"question_temperature": -1.0}, "question_temperature must be 0 or more"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"given_share": 2}, "given_share must be between 0 and 1"),
+        ({"system_prompts": ()}, "system_prompts is empty"),
+        ({"num_held_out": 3, "temperatures": (1.0,)}, "temperatures [1.0] has no 0"),
+        ({"max_length": 4}, "max_length must be at least 8, got 4"),
+        ({"min_answer_tokens": 0}, "min_answer_tokens must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError) as caught:
+        SynthesisConfig(**settings)
+    assert words in caught.value.message
+
+
+def test_an_end_must_be_named_and_be_possible(target):
+    with pytest.raises(ConfigError, match="nothing says when to stop"):
+        Until()
+    with pytest.raises(ConfigError, match="num_answers must be above 0, got 0"):
+        Until(num_answers=0)
+    with pytest.raises(ConfigError, match="max_length 513 exceeds the target's 512"):
+        check(target, SynthesisConfig(max_length=513))
+    with pytest.raises(ConfigError, match=r"max_length 40 leaves no room for a question: .* takes \d+ tokens"):
+        check(target, SynthesisConfig(max_length=40, system_prompts=("", "Be brief, and then some more.")))
+    assert most_tokens(target, CONFIG, Until(num_answers=10, num_tokens=10**9)) == 11 * 120
+
+
+def test_loops_are_repetitions_at_the_end_and_nothing_else():
+    words = np.random.default_rng(0).integers(0, 1000, 200).astype(np.int32)
+    once, twice = words[:50], np.tile(words[:50], 2)
+    assert not loops(words) and not loops(once) and not loops(words[:3]) and not loops(words[:0])
+    assert not loops(twice), "a passage that comes twice"
+    assert loops(np.concatenate((words, np.tile(words[:50], 3))))
+    assert loops(np.concatenate((words, np.full(40, 7, np.int32))))
+    assert not loops(np.concatenate((words, np.full(9, 7, np.int32)))), "a few dashes"
+    assert loops(np.concatenate((words, np.tile(words[:3], 14)[:-1])))
+
+
+def test_a_target_writes_its_own_questions_and_answers_through_the_engine(target, tmp_path):
+    # At this temperature a random model ends a text of a few hundred tokens about every second time.
+    config = SynthesisConfig(max_length=400, temperatures=(9.0,), question_temperature=9.0, system_prompts=("", "Be."))
+    with Feed(target, max_length=400, max_batch=8) as feed:
+        counts = run(target, tmp_path, feed, config, Until(num_answers=5), [prompt("the user asks")])
+        again = run(target, tmp_path, feed, config, Until(num_answers=7), [prompt("the user asks")])
+    assert (counts["num_rows"], again["num_rows"]) == (5, 7) and again["dropped"]
+    for shard in open_shards(tmp_path).shards:
+        assert shard.token_ids[shard.offsets[1:] - 1].tolist() == [2] * shard.num_rows, "every answer has its end"
+    assert len(set(texts(target, tmp_path))) == 7

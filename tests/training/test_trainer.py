@@ -1,6 +1,5 @@
 """The training loop: its gradients, its schedule, and going on after an interruption as if there had been none."""
 
-import json
 import math
 import signal
 import subprocess
@@ -12,51 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.drafter.slots import slot_inputs, visible
 from peagle.errors import CheckpointError, ConfigError
 from peagle.training.batches import make_batch
-from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
-from peagle.training.losses import slot_losses
+from peagle.training.features import OnlineFeatures
+from peagle.training.p_eagle import ParallelObjective
 from peagle.training.resume import RunState
 from peagle.training.trainer import Trainer, learning_rate
 from tiny import tiny_drafter, tiny_target
-
-NUM_DRAFT_TOKENS = 3
+from tiny_runs import NUM_DRAFT_TOKENS, conversations, ignore, metrics_of, new_trainer, settings
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
-
-
-def settings(output, **changes):
-    values = {
-        "num_layers": 1,
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
-        "max_length": 16,
-        "batch_size": 2,
-        "num_steps": 6,
-        "warmup_steps": 2,
-        "log_every": 3,
-        "save_every": 100,
-        "compile": "off",
-    }
-    return TrainConfig(data=Path("data.jsonl"), output=output, **(values | changes))
-
-
-def conversations(num_rows=5, length=16):
-    chance = np.random.default_rng(0)
-    mask = np.arange(length) >= 4
-    return [Conversation(chance.integers(3, 260, length).astype(np.int32), mask) for _ in range(num_rows)]
-
-
-def new_trainer(target, config):
-    drafter = tiny_drafter(target, num_layers=1, num_draft_tokens=NUM_DRAFT_TOKENS, embeddings=config.embeddings)
-    return Trainer(target, drafter.requires_grad_(True), config, RunState(config))
-
-
-def ignore(step, metrics): ...
 
 
 def stop_after(num_steps):
@@ -67,11 +35,6 @@ def stop_after(num_steps):
     return on_step
 
 
-def metrics_of(config, without=("steps_per_second",)):
-    lines = (config.output / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in without} for line in lines]
-
-
 def weights(trainer):
     return {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
 
@@ -80,45 +43,6 @@ def assert_same_weights(left, right):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
-
-
-def plain_mean_loss(trainer, batch):
-    """The mean over labels in one autograd pass, each label's loss taken on its own."""
-    target, drafter = trainer.target, trainer.drafter
-    output = target.forward(batch.token_ids_BT)
-    mask_state = drafter.fuse(drafter.mask_hidden)
-    inputs = slot_inputs(
-        batch.slots, batch.token_ids_BT, drafter.fuse(output.aux_hidden_BTA), drafter.config.mask_token_id, mask_state
-    )
-    logits = drafter.logits(drafter(*inputs, batch.slots.position_BS, visible(batch.slots, batch.slots)).normed_BSD)
-    losses = []
-    for row, slot, judge in zip(
-        *(part[: batch.num_labels] for part in (batch.row_N, batch.slot_N, batch.judge_N)), strict=True
-    ):
-        draft, target_row = logits[row, slot][None], output.logits_BTV[row, judge][None]
-        losses.append(slot_losses(draft, target_row, None, trainer.config.loss)[0])
-    return torch.cat(losses).mean()
-
-
-@pytest.mark.parametrize("embeddings", ["shared", "own"])
-@pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_chunked_backward_gives_the_gradients_of_one_plain_pass(target, tmp_path, monkeypatch, loss, embeddings):
-    monkeypatch.setattr("peagle.training.trainer.LABEL_CHUNK", 16)
-    monkeypatch.setattr("peagle.training.batches.LABEL_CHUNK", 16)
-    monkeypatch.setattr("peagle.training.batches.LABEL_MULTIPLE", 4)
-    trainer = new_trainer(target, settings(tmp_path, loss=loss, embeddings=embeddings))
-    batch = make_batch(conversations(), trainer.config, 0)
-    assert len(batch.row_N) > 16, "several chunks, or the test shows nothing"
-    chunked_loss, _ = trainer.accumulate_gradients(batch)
-    chunked = {name: parameter.grad.clone() for name, parameter in trainer.drafter.named_parameters()}
-    trainer.optimizer.zero_grad()
-    plain = plain_mean_loss(trainer, batch)
-    plain.backward()
-    assert chunked_loss.item() == pytest.approx(plain.item(), abs=1e-6)
-    for name, parameter in trainer.drafter.named_parameters():
-        assert parameter.grad.abs().max() > 0, name
-        torch.testing.assert_close(chunked[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
-    assert ("embed_tokens.weight" in chunked) == (embeddings == "own")
 
 
 def test_overfitting_one_batch_lowers_the_loss_and_leaves_the_target_alone(target, tmp_path):
@@ -168,7 +92,8 @@ def test_a_run_that_diverges_is_stopped_with_advice_and_its_state_is_not_saved(t
         trainer.drafter.fc.weight.fill_(float("nan"))
     with pytest.raises(ConfigError) as caught:
         trainer.train(conversations(), ignore)
-    assert caught.value.message == "the loss is nan after step 3: training diverged"
+    assert caught.value.message.startswith("the loss or its gradient is not a number in step 0, of conversations ")
+    assert caught.value.message.endswith(": training diverged; no state was saved before")
     assert "learning_rate" in caught.value.hint and not trainer.run.can_continue
 
 
@@ -232,7 +157,7 @@ def test_a_killed_run_goes_on_from_the_last_saved_state_with_the_very_losses(tar
     assert metrics_of(config) == uninterrupted[1]
 
 
-@pytest.mark.parametrize("place", ["make_batch", "accumulate_gradients", "optimizer"])
+@pytest.mark.parametrize("place", ["before", "accumulate_gradients", "optimizer"])
 def test_an_interruption_in_the_middle_of_a_step_does_not_tear_the_state(
     target, tmp_path, monkeypatch, uninterrupted, place
 ):
@@ -240,8 +165,8 @@ def test_an_interruption_in_the_middle_of_a_step_does_not_tear_the_state(
     first = new_trainer(target, config)
 
     def interrupted(function):
-        def run(*arguments):
-            result = function(*arguments)
+        def run(*arguments, **settings):
+            result = function(*arguments, **settings)
             if first.step == 3:
                 raise KeyboardInterrupt
             return result
@@ -249,8 +174,8 @@ def test_an_interruption_in_the_middle_of_a_step_does_not_tear_the_state(
         return run
 
     with monkeypatch.context() as patch:
-        if place == "make_batch":
-            patch.setattr("peagle.training.trainer.make_batch", interrupted(make_batch))
+        if place == "before":
+            patch.setattr(first.optimizer, "zero_grad", interrupted(first.optimizer.zero_grad))
         elif place == "accumulate_gradients":
             patch.setattr(first, "accumulate_gradients", interrupted(first.accumulate_gradients))
         else:
@@ -342,7 +267,8 @@ def test_an_unfinished_run_with_other_settings_is_refused_with_the_setting(targe
 def test_an_unfinished_run_on_another_target_or_other_data_is_refused(tmp_path, target):
     config = settings(tmp_path)
     drafter = tiny_drafter(target, num_layers=1, num_draft_tokens=NUM_DRAFT_TOKENS).requires_grad_(True)
-    trainer = Trainer(target, drafter, config, RunState(config, {"target_weights": "a"}))
+    objective, run = ParallelObjective(drafter, config), RunState(config, {"target_weights": "a"})
+    trainer = Trainer(drafter, objective, OnlineFeatures(target), config, run)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(conversations(), stop_after(1))
     RunState(config, {"target_weights": "a"})

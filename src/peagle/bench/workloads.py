@@ -5,11 +5,13 @@ Rows are recognized by their keys, so no format flag is needed; `Prompt.kind` re
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle.errors import ConfigError, DataError
 from peagle.json_rows import chat_messages, describe, empty_file, place, read_lines, read_rows, sharegpt_messages
+from peagle.training.generation import Dialog
 
 Messages = tuple[dict[str, Any], ...]
 MessageReader = Callable[[dict[str, Any], str], Messages]
@@ -37,20 +39,27 @@ class Prompt:
     """the row shape: turns, humaneval, gsm8k, messages, sharegpt, prompt, instruction or text"""
 
 
+class PromptRow(NamedTuple):
+    """One row of a file with all its turns."""
+
+    where: str
+    id: str
+    category: str | None
+    kind: str
+    messages: Messages
+
+
 def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     """Read the first `limit` prompts (all by default) of a .jsonl, .json or .txt file, plain or gzipped.
 
     Rows after the limit are not looked at. What cannot be understood is a DataError that names file and line.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be at least 1, got {limit}", hint="leave it out to read all prompts")
-    path = Path(path)
-    prompts: list[Prompt] = []
-    for prompt in _text_prompts(path) if _is_text(path) else _row_prompts(path):
-        prompts.append(prompt)
-        if len(prompts) == limit:
-            break
-    return prompts
+    return [_prompt(row) for row in _limited(Path(path), limit)]
+
+
+def read_dialogs(path: str | Path, *, limit: int | None = None) -> list[Dialog]:
+    """Read the same files with all their turns, the assistant's included, for the target to answer them anew."""
+    return [_dialog(row) for row in _limited(Path(path), limit)]
 
 
 def workload_name(path: str | Path) -> str:
@@ -71,35 +80,72 @@ def _is_text(path: Path) -> bool:
     return bool(suffixes) and suffixes[-1] == ".txt"
 
 
-def _text_prompts(path: Path) -> Iterator[Prompt]:
+def _limited(path: Path, limit: int | None) -> Iterator[PromptRow]:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1, got {limit}", hint="leave it out to read all prompts")
+    return islice(_text_rows(path) if _is_text(path) else _json_rows(path), limit)
+
+
+def _text_rows(path: Path) -> Iterator[PromptRow]:
     is_empty = True
     for line_number, line in read_lines(path):
         if text := line.strip():
             is_empty = False
-            yield Prompt(str(line_number), _user_message(text), None, "text")
+            yield PromptRow(place(path, line_number), str(line_number), None, "text", _user_message(text))
     if is_empty:
         raise empty_file(path, "one prompt per line")
 
 
-def _row_prompts(path: Path) -> Iterator[Prompt]:
+def _json_rows(path: Path) -> Iterator[PromptRow]:
     for line_number, row in read_rows(path):
         where = place(path, line_number)
         kind, read_messages = _recognize(row, where)
         category = row.get("category")
         row_id = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), line_number)
         messages = read_messages(row, where)
-        if not messages[-1]["content"].strip():
-            raise DataError(f"{where}: the prompt is empty ({kind} row)", hint="remove the row or give it a text")
-        yield Prompt(str(row_id), messages, category if isinstance(category, str) else None, kind)
+        yield PromptRow(where, str(row_id), category if isinstance(category, str) else None, kind, messages)
+
+
+def _prompt(row: PromptRow) -> Prompt:
+    """The request of a row: the first turn, or, of OpenAI messages, everything up to the last user message."""
+    users = _user_turns(row)
+    if row.kind == "messages":
+        messages = row.messages[: users[-1] + 1]
+    else:
+        messages = row.messages[users[0] : users[0] + 1]
+    _refuse_empty(row, messages[-1])
+    return Prompt(row.id, messages, row.category, row.kind)
+
+
+def _dialog(row: PromptRow) -> Dialog:
+    for index in _user_turns(row):
+        _refuse_empty(row, row.messages[index])
+    return Dialog(row.where, row.messages)
+
+
+def _user_turns(row: PromptRow) -> list[int]:
+    users = [index for index, message in enumerate(row.messages) if message["role"] == "user"]
+    if users:
+        return users
+    if row.kind == "sharegpt":
+        raise DataError(
+            f"{row.where}: 'conversations' has no human turn", hint='a human turn is {"from": "human", "value": ...}'
+        )
+    raise DataError(f"{row.where}: 'messages' has no user message", hint="a prompt ends with a user's message")
+
+
+def _refuse_empty(row: PromptRow, message: dict[str, Any]) -> None:
+    if not message["content"].strip():
+        raise DataError(f"{row.where}: the prompt is empty ({row.kind} row)", hint="remove the row or give it a text")
 
 
 def _recognize(row: dict[str, Any], where: str) -> tuple[str, MessageReader]:
     if "messages" in row:
-        return "messages", _last_user_turn
+        return "messages", _messages
     if "conversations" in row:
-        return "sharegpt", _first_human_turn
+        return "sharegpt", _sharegpt
     if "turns" in row:
-        return "turns", _first_turn
+        return "turns", _turns
     if "prompt" in row:
         is_humaneval = "task_id" in row or "entry_point" in row
         return ("humaneval", _humaneval) if is_humaneval else ("prompt", _plain)
@@ -126,28 +172,19 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _last_user_turn(row: dict[str, Any], where: str) -> Messages:
-    messages = chat_messages(row["messages"], where)
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
-        raise DataError(f"{where}: 'messages' has no user message", hint="a prompt ends with a user's message")
-    return tuple(messages[: users[-1] + 1])
+def _messages(row: dict[str, Any], where: str) -> Messages:
+    return tuple(chat_messages(row["messages"], where))
 
 
-def _first_human_turn(row: dict[str, Any], where: str) -> Messages:
-    for message in sharegpt_messages(row["conversations"], where):
-        if message["role"] == "user":
-            return (message,)
-    raise DataError(
-        f"{where}: 'conversations' has no human turn", hint='a human turn is {"from": "human", "value": ...}'
-    )
+def _sharegpt(row: dict[str, Any], where: str) -> Messages:
+    return tuple(sharegpt_messages(row["conversations"], where))
 
 
-def _first_turn(row: dict[str, Any], where: str) -> Messages:
+def _turns(row: dict[str, Any], where: str) -> Messages:
     turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise DataError(f"{where}: 'turns' is {describe(turns)}; it must be a non-empty list of strings")
-    return _user_message(turns[0])
+    return tuple({"role": "user", "content": turn} for turn in turns)
 
 
 def _humaneval(row: dict[str, Any], where: str) -> Messages:

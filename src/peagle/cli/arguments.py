@@ -46,7 +46,7 @@ class DrafterArguments:
     """Which drafter."""
 
     drafter: str | None = None
-    """drafter directory; by default the one that ships for the target"""
+    """drafter directory, or the name of one that ships; by default the one that ships for the target"""
     allow_mismatch: bool = False
     """use a drafter that was trained for another target's weights, tokenizer or chat template"""
 
@@ -60,13 +60,13 @@ TargetOptions = Annotated[TargetArguments, tyro.conf.OmitArgPrefixes]
 DrafterOptions = Annotated[DrafterArguments, tyro.conf.OmitArgPrefixes]
 
 
-def parse(kind: type[T], command: str, argv: list[str], **options: Any) -> T:
-    """Parse a command's options into its dataclass.
+def parse(kind: type[T], command: str, argv: list[str], *, description: str | None = None, **options: Any) -> T:
+    """Parse a command's options into its dataclass; without a description, its module's is shown.
 
     What a dataclass itself refuses is raised as it is. Options that cannot be read are explained on stderr and end
     the process with status 2.
     """
-    description = sys.modules[kind.__module__].__doc__
+    description = description or sys.modules[kind.__module__].__doc__
     talk = io.StringIO()
     try:
         with contextlib.redirect_stderr(talk):

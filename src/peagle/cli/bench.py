@@ -31,6 +31,7 @@ from peagle.cli.progress import progress_bar
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
+from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -98,7 +99,7 @@ class Arguments:
     dummy: str | None = None
     """instead of prompts and target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     eagle3_drafter: str | None = None
-    """drafter directory of the method eagle3"""
+    """drafter directory of the method eagle3; by default the one that ships for the target"""
     json: bool = False
     """print one JSON document as the last line of stdout, instead of tables"""
     plot: Path | None = None
@@ -153,11 +154,12 @@ def check(arguments: Arguments) -> None:
         raise ConfigError(
             "--num-draft-tokens needs a method that drafts, but --methods is none", hint="add p-eagle or eagle3"
         )
-    if "eagle3" in drafted and arguments.eagle3_drafter is None:
+    if "eagle3" in drafted and eagle3_drafter(arguments) is None:
         raise ConfigError(
-            "the method eagle3 needs a drafter that was trained for it: the weights of a P-EAGLE drafter, run one "
-            "token at a time, would make a control that loses by its training",
-            hint="give one with --eagle3-drafter, or leave eagle3 out of --methods",
+            "the method eagle3 needs a drafter that was trained for it, and none ships for this target in this "
+            "version: the weights of a P-EAGLE drafter, run one token at a time, would make a control that loses by "
+            "its training",
+            hint="train one with `peagle train --method eagle3` and give it with --eagle3-drafter, or leave eagle3 out",
         )
     if arguments.eagle3_drafter is not None and "eagle3" not in drafted:
         raise ConfigError("--eagle3-drafter is given, but --methods leaves eagle3 out", hint="add eagle3, or drop it")
@@ -258,6 +260,15 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     return facts | {"bandwidth": bandwidth_report(target, bandwidth, results)}, is_interrupted
 
 
+def eagle3_drafter(arguments: Arguments) -> str | None:
+    """The drafter of the method eagle3: the given one, or the one that ships for the target, if there is one."""
+    entry = CATALOG.get(arguments.target.target or DEFAULT_TARGET)
+    if arguments.eagle3_drafter is not None or entry is None:
+        return arguments.eagle3_drafter
+    shipped = ASSETS / entry.eagle3_drafter
+    return str(shipped) if shipped.is_dir() else None
+
+
 def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafter"]:
     """The drafter of each method that drafts; one of the other kind is refused."""
     drafters = {}
@@ -266,7 +277,7 @@ def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafte
             continue
         options = arguments.drafter
         if method == "eagle3":
-            options = replace(options, drafter=arguments.eagle3_drafter)
+            options = replace(options, drafter=eagle3_drafter(arguments))
         drafter = options.load(target)
         if drafter.config.method != method:
             flag = "--eagle3-drafter" if method == "eagle3" else "--drafter"

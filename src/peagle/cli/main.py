@@ -14,6 +14,8 @@ COMMANDS = {
     "generate": "answer one prompt, streaming; --compare shows it beside plain decoding",
     "eval": "decode a prompt file for real and report acceptance, speed and losslessness",
     "bench": "sweep methods, draft lengths and concurrency; --anchors measures transformers beside them",
+    "serve": "answer over HTTP, as OpenAI's and SageMaker's clients expect it",
+    "data": "have the target write or answer training data, and look at it",
     "train": "train a drafter for a target",
     "export": "write a drafter as the full directory that vLLM loads",
     "doctor": "report versions, device and choices; with a directory, check a drafter",

@@ -66,8 +66,9 @@ def save_drafter(
 def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch: bool = False) -> Drafter:
     """Load a drafter for `target`, in the target's precision and on its device, and tap the layers it reads.
 
-    None loads the drafter that ships for the target. A drafter whose card names other weights, another tokenizer or
-    another chat template is refused unless `allow_mismatch`.
+    None loads the drafter that ships for the target, the name of one that ships (as
+    "smollm2-135m-instruct-eagle3") that one. A drafter whose card names other weights, another tokenizer or another
+    chat template is refused unless `allow_mismatch`.
     """
     directory = drafter_directory(path, target)
     card = read_card(directory)
@@ -90,7 +91,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
 
 
 def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
-    """The directory meant by `path`, None being the shipped one; refused where it is no drafter directory."""
+    """The directory meant by `path`, None and bare names being shipped ones; refused where it is no drafter directory."""
     if path is None:
         if target.shipped_drafter is None:
             raise CheckpointError(
@@ -99,12 +100,31 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
             )
         path = target.shipped_drafter
     directory = Path(path).expanduser()
+    if not directory.is_dir():
+        directory = _shipped(directory, target)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise CheckpointError(
-                f"no drafter at {directory}: {name} is missing" if directory.is_dir() else f"no directory {directory}",
+                f"no drafter at {directory}: {name} is missing",
                 hint=f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}",
             )
+    return directory
+
+
+def _shipped(path: Path, target: "HFTarget") -> Path:
+    """The directory of a shipped drafter that is meant by its name alone."""
+    hint = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}"
+    shipped = target.shipped_drafter
+    if len(path.parts) != 1 or shipped is None:
+        raise CheckpointError(f"no directory {path}", hint=hint)
+    directory = shipped.with_name(path.name)
+    if not directory.is_dir():
+        names = sorted(config.parent.name for config in shipped.parent.glob(f"*/{CONFIG_NAME}"))
+        raise CheckpointError(
+            f"no directory {path}, and no drafter of that name ships with this version; those that do: "
+            f"{', '.join(names) or 'none'}",
+            hint=hint,
+        )
     return directory
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
-from peagle.drafter.vocab import choose_mask_token_id
+from peagle.drafter.vocab import check_offsets, choose_mask_token_id
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,10 +50,24 @@ def _head_dim(config: Any) -> int | None:
         return getattr(config.per_layer_config[0], "head_dim", None)
 
 
-def create_drafter(target: "HFTarget", config: DrafterConfig, init: Literal["target", "random"], seed: int) -> Drafter:
-    """An untrained drafter in float32 on the target's device."""
+def create_drafter(
+    target: "HFTarget",
+    config: DrafterConfig,
+    init: Literal["target", "random"],
+    seed: int,
+    offsets_U: Tensor | None = None,
+) -> Drafter:
+    """An untrained drafter in float32 on the target's device.
+
+    A draft vocabulary smaller than the target's is that of `offsets_U` (see `draft_to_target`), by default its first
+    tokens.
+    """
     torch.manual_seed(seed)
-    drafter = Drafter(config, target.embedding_VD, target.head_VD).to(target.device)
+    drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    if offsets_U is not None:
+        check_offsets(offsets_U, config.vocab_size)
+        drafter.d2t.copy_(offsets_U)
+    drafter = drafter.to(target.device)
     for module in drafter.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=WEIGHT_STD)

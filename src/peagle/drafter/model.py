@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x_float = x.float()
+        x_float = x if x.dtype == torch.float64 else x.float()
         normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + self.eps)
         return self.weight.to(x.dtype) * normed.to(x.dtype)
 

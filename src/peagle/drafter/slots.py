@@ -26,7 +26,8 @@ causal attention over the three cached slots and the four new ones:
 >>> visible(slots, context_slots(3).followed_by(slots)).int().tolist()
 [[[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]]
 
-Training, four anchors of which 0 and 2 keep two depths and the others one. All depth-0 slots come first:
+Training, four anchors of which 0 and 2 keep two depths and the others one. All depth-0 slots come first, so that
+slot number a is (a, 0); the others follow, each anchor's together:
 
 >>> slots = training_slots(torch.tensor([[2, 1, 2, 1]]))
 >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
@@ -42,6 +43,17 @@ Training, four anchors of which 0 and 2 keep two depths and the others one. All 
 Slot (2, 1), the last row, sees the real text up to anchor 2 and itself, and not (0, 1): exactly what it will see
 when it is served from anchor 2.
 
+Training rows hold several documents, each with slots as if it were alone. Two of three tokens, 0..2 and 3..5, of
+which the first anchor keeps two depths each; anchors are columns of the row, positions begin anew:
+
+>>> slots = training_slots(torch.tensor([[2, 0, 0, 2, 0, 0]]), start_BT=torch.tensor([[0, 0, 0, 3, 3, 3]]))
+>>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
+([[0, 1, 2, 3, 4, 5, 0, 3]], [[0, -1, -1, 0, -1, -1, 1, 1]])
+>>> slots.position_BS[slots.depth_BS >= 0].tolist(), slots.label_BS[slots.depth_BS >= 0].tolist()
+([0, 0, 1, 1], [2, 5, 3, 6])
+>>> visible(slots, slots)[0, -1].int().tolist()
+[0, 0, 0, 1, 0, 0, 0, 1]
+
 Shapes: B rows or requests, S slots, T tokens, D width.
 """
 
@@ -54,24 +66,32 @@ PADDING = -1  # depth of a slot that only fills a row up to the others' length
 
 
 class Slots(NamedTuple):
-    """Slots of B rows, padded to a common count with depth `PADDING` (and anchor 0)."""
+    """Slots of B rows, padded to a common count with depth `PADDING` (and an anchor that means nothing)."""
 
     anchor_BS: Tensor
     depth_BS: Tensor
+    start_BS: Tensor | None = None
+    """column where the slot's document begins; None: all begin at 0"""
 
     @property
     def position_BS(self) -> Tensor:
-        return self.anchor_BS + self.depth_BS.clamp_min(0)
+        position_BS = self.anchor_BS + self.depth_BS.clamp_min(0)
+        return position_BS if self.start_BS is None else position_BS - self.start_BS
 
     @property
     def label_BS(self) -> Tensor:
-        return self.position_BS + 2
+        return self.anchor_BS + self.depth_BS.clamp_min(0) + 2
 
     def followed_by(self, other: "Slots") -> "Slots":
-        return Slots(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+        anchor_BS = torch.cat([self.anchor_BS, other.anchor_BS], dim=1)
+        depth_BS = torch.cat([self.depth_BS, other.depth_BS], dim=1)
+        if self.start_BS is None or other.start_BS is None:
+            return Slots(anchor_BS, depth_BS)
+        return Slots(anchor_BS, depth_BS, torch.cat([self.start_BS, other.start_BS], dim=1))
 
     def to(self, device: torch.device) -> "Slots":
-        return Slots(*(part.to(device) for part in self))
+        start_BS = None if self.start_BS is None else self.start_BS.to(device)
+        return Slots(self.anchor_BS.to(device), self.depth_BS.to(device), start_BS)
 
 
 def context_slots(num_anchors: int, device: torch.device | None = None) -> Slots:
@@ -108,22 +128,25 @@ def batch_serving_slots(
     return Slots(anchor_BS, depth_BS.masked_fill(depth_BS >= num_draft_tokens, PADDING))
 
 
-def training_slots(num_depths_BT: Tensor, num_slots: int | None = None) -> Slots:
-    """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a, ordered by depth, then anchor.
+def training_slots(num_depths_BT: Tensor, num_slots: int | None = None, start_BT: Tensor | None = None) -> Slots:
+    """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a: depth 0 first, then by anchor and depth.
 
-    Rows are padded to the longest, or to `num_slots`, which must not be smaller.
+    Slot number a is (a, 0), or padding where an anchor keeps nothing. Rows are padded to the longest, or to
+    `num_slots`, which must not be smaller. `start_BT` says where the document of each anchor begins.
     """
-    num_rows = len(num_depths_BT)
-    max_depths = int(num_depths_BT.max())
-    kept_BDT = num_depths_BT[:, None, :] > torch.arange(max_depths, device=num_depths_BT.device)[None, :, None]
-    counts_B = kept_BDT.flatten(1).sum(1)
-    num_slots = int(counts_B.max()) if num_slots is None else num_slots
-    row, depth, anchor = kept_BDT.nonzero(as_tuple=True)
-    column = torch.arange(len(row), device=row.device) - (counts_B.cumsum(0) - counts_B)[row]
-    slots = Slots(row.new_zeros(num_rows, num_slots), row.new_full((num_rows, num_slots), PADDING))
-    slots.anchor_BS[row, column] = anchor
-    slots.depth_BS[row, column] = depth
-    return slots
+    num_rows, num_anchors = num_depths_BT.shape
+    num_deeper_BT = (num_depths_BT - 1).clamp_min(0)
+    counts_B = num_deeper_BT.sum(1)
+    num_slots = num_anchors + int(counts_B.max()) if num_slots is None else num_slots
+    depth_D = torch.arange(1, max(1, int(num_depths_BT.max())), device=num_depths_BT.device)
+    row, anchor, depth = (num_depths_BT[..., None] > depth_D).nonzero(as_tuple=True)
+    column = num_anchors + torch.arange(len(row), device=row.device) - (counts_B.cumsum(0) - counts_B)[row]
+    anchor_BS = row.new_zeros(num_rows, num_slots)
+    depth_BS = row.new_full((num_rows, num_slots), PADDING)
+    anchor_BS[:, :num_anchors] = torch.arange(num_anchors, device=row.device)
+    depth_BS[:, :num_anchors] = torch.where(num_depths_BT > 0, 0, PADDING)
+    anchor_BS[row, column], depth_BS[row, column] = anchor, depth + 1
+    return Slots(anchor_BS, depth_BS, None if start_BT is None else start_BT.gather(1, anchor_BS))
 
 
 def visible(query: Slots, key: Slots) -> Tensor:
@@ -131,6 +154,8 @@ def visible(query: Slots, key: Slots) -> Tensor:
     query_anchor, query_depth = query.anchor_BS[:, :, None], query.depth_BS[:, :, None]
     key_anchor, key_depth = key.anchor_BS[:, None, :], key.depth_BS[:, None, :]
     is_earlier_text = (key_depth == 0) & (key_anchor <= query_anchor)
+    if query.start_BS is not None:
+        is_earlier_text = is_earlier_text & (key_anchor >= query.start_BS[:, :, None])
     is_own_chain = (key_anchor == query_anchor) & (key_depth > 0) & (key_depth <= query_depth)
     return is_earlier_text | is_own_chain
 

@@ -36,6 +36,22 @@ def choose_mask_token_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) 
     return spare[-1]
 
 
+def choose_draft_vocab(counts_V: Tensor, size: int) -> Tensor:
+    """Offset table [size] of the tokens with the highest counts.
+
+    Of equal counts the lower id is taken. Tokens that never occur fill up what is left.
+    """
+    if not 2 <= size <= len(counts_V):
+        raise ConfigError(f"draft_vocab_size must be between 2 and the target's {len(counts_V)}, got {size}")
+    chosen_U = counts_V.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen_U - torch.arange(size, device=chosen_U.device)
+
+
+def vocab_coverage(counts_V: Tensor, offsets_U: Tensor) -> float:
+    """The share of all counts that tokens of the draft vocabulary have: no more than that can be drafted right."""
+    return float(counts_V[draft_to_target(offsets_U)].sum() / counts_V.sum().clamp_min(1))
+
+
 def draft_to_target(offsets_U: Tensor) -> Tensor:
     """Target ids of the draft vocabulary, from the checkpoint's offset table: target = draft + d2t[draft]."""
     return torch.arange(len(offsets_U), device=offsets_U.device) + offsets_U

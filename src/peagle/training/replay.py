@@ -4,18 +4,20 @@ Where an answer is the target's own greedy choice, a draft token is accepted exa
 So one pass of the target and one of the drafter over a whole answer give the drafts of every anchor, and walking from
 step to step gives what serving would have counted.
 
+EAGLE-3 reads its own drafts back. As long as they are right they are the answer's tokens, and beyond the first wrong
+one nothing counts: feeding it the answer's tokens gives the same count.
+
 Shapes: B rows, T tokens, K draft tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from peagle.decoding.acceptance import Acceptance
-from peagle.drafter.model import Drafter
-from peagle.drafter.slots import Slots, slot_inputs, training_slots, visible
-from peagle.errors import ConfigError
+from peagle.drafter.model import Drafter, DrafterOutput
+from peagle.drafter.slots import PADDING, Slots, training_slots, visible
 from peagle.targets.hf import HFTarget
 from peagle.training.batches import LABEL_CHUNK, pad_rows
 from peagle.training.cod import max_depths
@@ -30,14 +32,9 @@ def replay(
     drafter: Drafter,
     conversations: Sequence[Conversation],
     num_draft_tokens: int,
-    rows_at_once: int = 4,
+    tokens_at_once: int = 16384,
 ) -> Acceptance:
     """Replay the answers in `conversations`, which must be the target's greedy ones, at `num_draft_tokens`."""
-    if not drafter.config.parallel:
-        raise ConfigError(
-            f"replay is for parallel drafters; this one is {drafter.config.method}",
-            hint="measure its acceptance by decoding",
-        )
     drafter.config.check_num_draft_tokens(num_draft_tokens)
     accepted_by_step: list[int] = []
     was_training = drafter.training
@@ -45,8 +42,7 @@ def replay(
     # Shorter ones hold no draft: a first token of the text, an answer's first token, and one to draft.
     order = sorted((row for row in conversations if len(row) >= 3), key=len)
     try:
-        for first in range(0, len(order), rows_at_once):
-            rows = order[first : first + rows_at_once]
+        for rows in _batched(order, tokens_at_once):
             token_ids_BT, loss_mask_BT = pad_rows(rows, max(len(row) for row in rows))
             depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
             drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
@@ -59,47 +55,85 @@ def replay(
 
 @torch.no_grad()
 def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
-    """Draft tokens (target ids) [B, T - 2, K] from every anchor; -1 at depths beyond `depths_BT` except the first.
+    """Draft tokens (target ids) [B, T - 2, K] of the first `depths_BT` depths of every anchor; -1 beyond.
 
-    The depth-0 slots run first and stay cached; the placeholders follow for some anchors at a time, because all of
-    them together would need memory by the square of T times K.
+    EAGLE-3's are what it drafts after the text's own tokens, so they are the served ones up to the first wrong one.
+    The depth-0 slots run first and stay cached; deeper ones follow for some anchors at a time, because all of them
+    together would need memory by the square of T times K.
     """
-    mask_token_id = drafter.config.mask_token_id
-    assert mask_token_id is not None, "only parallel drafters are replayed"
-    depths_BT = depths_BT.clamp_min(1)
     drafts_BTK = torch.full((*depths_BT.shape, int(depths_BT.max())), -1, dtype=torch.long)
-    aux_hidden_BTA = target.forward(token_ids_BT).aux_hidden_BTA
+    aux_hidden_BTA = target.aux_hidden(token_ids_BT)
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
         fused_BTD = drafter.fuse(aux_hidden_BTA)
-        fused_mask_D = drafter.fuse(drafter.mask_hidden.to(aux_hidden_BTA.dtype))
         context = training_slots(torch.ones_like(depths_BT)).to(target.device)
-        inputs = slot_inputs(context, token_ids_BT, fused_BTD, mask_token_id, fused_mask_D)
+        inputs = (token_ids_BT[:, 1:-1], fused_BTD[:, :-2])
         output = drafter(*inputs, context.position_BS, visible(context, context))
-        _fill_in(drafts_BTK, drafter, context, output.normed_BSD)
+        _fill_in(drafts_BTK, drafter, context, output.normed_BSD, depths_BT)
+        deeper = _deeper_in_parallel if drafter.config.parallel else _deeper_one_by_one
         for anchors in torch.arange(depths_BT.shape[1]).split(ANCHORS_AT_ONCE):
-            slots = _placeholders(depths_BT, anchors).to(target.device)
-            if slots.depth_BS.shape[1]:
-                inputs = slot_inputs(slots, token_ids_BT, fused_BTD, mask_token_id, fused_mask_D)
-                seen = visible(slots, context.followed_by(slots))
-                states_BSD = drafter(*inputs, slots.position_BS, seen, output.cache).normed_BSD
-                _fill_in(drafts_BTK, drafter, slots, states_BSD)
+            for slots, states_BSD in deeper(drafter, token_ids_BT, depths_BT, anchors, context, output):
+                _fill_in(drafts_BTK, drafter, slots, states_BSD, depths_BT)
     return drafts_BTK
+
+
+def _deeper_in_parallel(
+    drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor, anchors: Tensor, context: Slots, output: DrafterOutput
+) -> Iterator[tuple[Slots, Tensor]]:
+    """P-EAGLE: all depths of some anchors but the first, and their states."""
+    slots = _placeholders(depths_BT, anchors).to(token_ids_BT.device)
+    if slots.depth_BS.shape[1]:
+        mask_token_id = drafter.config.mask_token_id
+        assert mask_token_id is not None, "the config of a parallel drafter has one"
+        fused_mask_D = drafter.fuse(drafter.mask_hidden.to(output.normed_BSD.dtype))
+        tokens_BS = torch.full_like(slots.anchor_BS, mask_token_id)
+        states_BSD = fused_mask_D.expand(*tokens_BS.shape, -1)
+        seen = visible(slots, context.followed_by(slots))
+        yield slots, drafter(tokens_BS, states_BSD, slots.position_BS, seen, output.cache).normed_BSD
+
+
+def _deeper_one_by_one(
+    drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor, anchors: Tensor, context: Slots, output: DrafterOutput
+) -> Iterator[tuple[Slots, Tensor]]:
+    """EAGLE-3: the same, a depth after the other, each reading the text's token and the state carried to it."""
+    keys, state_BSD, cache = context, output.carried_BSD[:, anchors.to(token_ids_BT.device)], output.cache
+    for depth in range(1, int(depths_BT[:, anchors].max())):
+        is_drafted_BS = depths_BT[:, anchors] > depth
+        depth_BS = torch.where(is_drafted_BS, depth, PADDING)
+        slots = Slots(anchors.expand_as(depth_BS), depth_BS).to(token_ids_BT.device)
+        keys = keys.followed_by(slots)
+        tokens_BS = token_ids_BT.gather(1, slots.position_BS + 1)
+        output = drafter(tokens_BS, state_BSD, slots.position_BS, visible(slots, keys), cache)
+        state_BSD, cache = output.carried_BSD, output.cache
+        yield slots, output.normed_BSD
 
 
 def _placeholders(depths_BT: Tensor, anchors: Tensor) -> Slots:
     """The slots of some anchors without their depth 0."""
-    slots = training_slots(depths_BT[:, anchors])
-    deeper = Slots(*(part[:, len(anchors) :] for part in slots))  # every anchor's depth 0 comes first
+    slots = training_slots(depths_BT[:, anchors].clamp_min(1))
+    deeper = Slots(*(part[:, len(anchors) :] for part in slots[:2]))  # every anchor's depth 0 comes first
     return Slots(deeper.anchor_BS + anchors[0], deeper.depth_BS)
 
 
-def _fill_in(drafts_BTK: Tensor, drafter: Drafter, slots: Slots, states_BSD: Tensor) -> None:
-    """Write the most likely token of each slot to its place in `drafts_BTK`."""
-    row, slot = (slots.depth_BS >= 0).nonzero(as_tuple=True)
-    for part in torch.arange(len(row), device=row.device).split(LABEL_CHUNK):
-        at = (row[part], slot[part])
-        guesses = drafter.to_target_ids(drafter.logits(states_BSD[at]).argmax(-1))
-        drafts_BTK[row[part].cpu(), slots.anchor_BS[at].cpu(), slots.depth_BS[at].cpu()] = guesses.cpu()
+def _fill_in(drafts_BTK: Tensor, drafter: Drafter, slots: Slots, states_BSD: Tensor, depths_BT: Tensor) -> None:
+    """Write the most likely token of each slot that is asked for to its place in `drafts_BTK`."""
+    anchor_BS, depth_BS = slots.anchor_BS.cpu(), slots.depth_BS.cpu()
+    is_asked_BS = (depth_BS >= 0) & (depth_BS < depths_BT.gather(1, anchor_BS))
+    for row, slot in zip(*(part.split(LABEL_CHUNK) for part in is_asked_BS.nonzero(as_tuple=True)), strict=True):
+        states_ND = states_BSD[row.to(states_BSD.device), slot.to(states_BSD.device)]
+        guess_N = drafter.to_target_ids(drafter.logits(states_ND).argmax(-1))
+        drafts_BTK[row, anchor_BS[row, slot], depth_BS[row, slot]] = guess_N.cpu()
+
+
+def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Conversation]]:
+    """Rows of ascending length in batches that hold at most so many tokens when padded, or one row."""
+    batch: list[Conversation] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * len(row) > num_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_tokens: int) -> list[int]:

@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.training.config import TrainConfig
+from peagle.training.distributed import World, load_state_by_name, state_by_name
 
 # Settings that may differ when a run goes on: they say where and how often, not what is learned.
-FREE_SETTINGS = {"output", "save_every", "log_every", "compile"}
+FREE_SETTINGS = {"output", "save_every", "log_every", "compile", "features", "features_directory"}
+FREE_SETTINGS |= {"micro_batch_size", "num_partitions", "parallel"}
 
 
 @dataclass
@@ -34,19 +37,27 @@ class Progress:
         return cls(0, torch.zeros(3, num_draft_tokens, device=device))
 
 
+ALONE = World()
+
+
 class RunState:
     """Directory `run/` inside the output: settings, metrics.jsonl, and state.pt while the run is unfinished.
 
     `inputs` are facts about what the settings only name, like the target's weights; they must not change either.
+    Of several processes all read, and the first one writes.
     """
 
-    def __init__(self, config: TrainConfig, inputs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: TrainConfig, inputs: Mapping[str, Any] | None = None, world: World = ALONE) -> None:
+        self.world = world
         self.directory = config.output / "run"
         self._state = self.directory / "state.pt"
         self._metrics = self.directory / "metrics.jsonl"
         self._settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
         self._settings |= inputs or {}
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
+        """told of every line of metrics, in the process that writes"""
         self._check_settings()
+        world.barrier()  # nobody may write before all have looked
 
     @property
     def can_continue(self) -> bool:
@@ -54,15 +65,17 @@ class RunState:
 
     def restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Load the saved state into all three; without one, begin a new run and leave them as they are."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.directory / "settings.json", json.dumps(self._settings, indent=2) + "\n")
-        if not self.can_continue:
-            self._metrics.unlink(missing_ok=True)
+        can_continue = self.can_continue
+        if self.world.is_main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _write_whole(self.directory / "settings.json", json.dumps(self._settings, indent=2) + "\n")
+            if not can_continue:
+                self._metrics.unlink(missing_ok=True)
+        if not can_continue:
             return
         try:
-            state = torch.load(self._state, map_location=next(drafter.parameters()).device, weights_only=True)
-            drafter.load_state_dict(state["drafter"])
-            optimizer.load_state_dict(state["optimizer"])
+            state = torch.load(self._state, map_location=progress.depth_sums.device, weights_only=True)
+            load_state_by_name(drafter, optimizer, state)
             progress.step, progress.depth_sums = int(state["step"]), state["depth_sums"]
         except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -70,23 +83,40 @@ class RunState:
                 f"the state of the unfinished run, {self._state}, cannot be read: {first_line}",
                 hint="the file is corrupt, cut short or of another version; remove it to train from the start",
             ) from error
-        self._keep_metrics_up_to(progress.step)
+        if self.world.is_main:
+            self._keep_metrics_up_to(progress.step)
 
     def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        scratch = self._state.with_suffix(".tmp")
+        """Replace the saved state. Where that fails, a full disk for one, the earlier state stands."""
         state = {
             "step": progress.step,
             "depth_sums": progress.depth_sums,
-            "drafter": drafter.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            **state_by_name(drafter, optimizer),
         }
-        torch.save(state, scratch)
-        os.replace(scratch, self._state)
+        if not self.world.is_main:
+            return
+        scratch = self._state.with_suffix(".tmp")
+        try:
+            with scratch.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, self._state)
+        except (OSError, RuntimeError) as error:  # torch wraps some failures to write in RuntimeError
+            scratch.unlink(missing_ok=True)
+            raise self._cannot_write(f"the state after step {progress.step}", error) from error
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl. Lines without a loss are measurements (see `is_measured`)."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        if not self.world.is_main:
+            return
+        try:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise self._cannot_write("the metrics", error) from error
+        for listener in self.listeners:
+            listener(metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; one that was cut off while being written is left out."""
@@ -103,8 +133,19 @@ class RunState:
 
     def finish(self) -> None:
         """Drop the optimizer state; settings and metrics stay."""
+        self.world.barrier()
+        if not self.world.is_main:
+            return
         self._state.unlink(missing_ok=True)
         self._state.with_suffix(".tmp").unlink(missing_ok=True)
+
+    def _cannot_write(self, what: str, error: Exception) -> CheckpointError:
+        free = shutil.disk_usage(self.directory).free / 2**30
+        earlier = "the state saved before stands" if self.can_continue else "no state was saved before"
+        return CheckpointError(
+            f"{what} cannot be written to {self.directory} ({free:.1f} GiB free): {error}; {earlier}",
+            hint="make room, then give the same command again: the run goes on from the state saved last",
+        )
 
     def _check_settings(self) -> None:
         if not self.can_continue:

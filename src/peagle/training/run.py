@@ -1,9 +1,8 @@
-"""One training run from files to a finished drafter directory."""
+"""One training run from files to a drafter directory that was loaded and measured again."""
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,70 +10,86 @@ import torch
 
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import WEIGHTS_NAME, save_drafter
-from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.checkpoint import WEIGHTS_NAME, load_drafter, save_drafter
 from peagle.drafter.model import Drafter
-from peagle.errors import ConfigError, DataError
+from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import provenance
 from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
-from peagle.training.conversations import ConversationSet, read_conversations
+from peagle.training.conversations import Conversation
+from peagle.training.curves import PLOT_NAME, plot, shown_on_tensorboard
+from peagle.training.data import AnswerPrompts, RunText, answer_counts, read_text
+from peagle.training.distributed import World, shard, whole_state
+from peagle.training.eagle3 import UnrolledObjective
+from peagle.training.features import features_for
+from peagle.training.objective import Objective
+from peagle.training.p_eagle import ParallelObjective
+from peagle.training.planner import planned
 from peagle.training.replay import replay
 from peagle.training.resume import RunState
+from peagle.training.start import check_start, draft_vocab_facts, earlier_facts, starting_drafter
 from peagle.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, Any] | None], None]
+OBJECTIVES: dict[str, Callable[[Drafter, TrainConfig], Objective]] = {
+    "p-eagle": ParallelObjective,
+    "eagle3": UnrolledObjective,
+}
+NUM_CHECKED = 8
+"""Conversations by which the written directory is checked where none are held out."""
 
 
-def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Drafter:
-    """Train a drafter for `target` and write its directory (compact form) to `config.output`.
+def train_drafter(
+    target: HFTarget, config: TrainConfig, on_step: OnStep, answer_prompts: AnswerPrompts | None = None
+) -> Drafter:
+    """Train a drafter for `target`, write its directory (compact form) to `config.output`, and return it as served.
 
-    An unfinished run of the same settings is continued. With `held_out` conversations, acceptance is replayed at
-    every save and recorded in the metrics and the card. Nothing is written before settings and data were checked.
+    An unfinished run of the same settings is continued. Where there are held-out conversations, acceptance is replayed
+    at every save and recorded in the metrics and the card. In the end the directory is loaded again, and must replay
+    to what the drafter in memory does. Of several processes (see `distributed.py`) all take part, and the first one
+    writes. Nothing is written before settings and data were checked, except for the
+    answers to a file of prompts, which `answer_prompts` has the target write.
     """
+    world = World.current()
+    world.check(config)
     _check_limits(target, config)
-    read = functools.partial(read_conversations, tokenizer=target.tokenizer, vocab_size=target.vocab_size)
-    conversations = read(config.data, max_length=config.max_length)
-    _check_labels(conversations, config)
-    held_out = config.held_out and read(config.held_out, max_length=target.max_length)
-    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
-    drafter_config = config_for_target(
-        target,
-        num_layers=config.num_layers,
-        num_draft_tokens=config.num_draft_tokens,
-        mask_token_id=config.mask_token_id,
-        fc_norm=config.fc_norm,
-        embeddings=config.embeddings,
-    )
-    inputs = {"target_weights": target.fingerprint(), "data_bytes": config.data.stat().st_size}
-    run = RunState(config, inputs)
+    check_start(target, config)
+    text = read_text(target, config, answer_prompts)
+    run = RunState(config, _inputs(target, config, text), world)
     if (config.output / WEIGHTS_NAME).exists() and not run.can_continue:
         raise ConfigError(f"{config.output} already holds a finished drafter", hint="give another output")
-    drafter = create_drafter(target, drafter_config, config.init, config.seed)
-    trainer = Trainer(target, drafter, config, run)
-    log.info(
-        "training on %d conversations (%d answer tokens; %d cut at max_length, %d without an answer left out) "
-        "from step %d",
-        len(conversations),
-        conversations.num_answer_tokens,
-        conversations.num_cut,
-        conversations.num_dropped,
-        trainer.step,
-    )
+    counts_V = None if config.draft_vocab_size is None else answer_counts(text.conversations, target.vocab_size)
+    drafter = starting_drafter(target, config, counts_V)
+    if counts_V is not None:
+        text.facts.update(draft_vocab_facts(drafter, counts_V))
+    config = planned(target, drafter, config, world.size)
+    if config.parallel == "fsdp" and world.size > 1:
+        shard(drafter, target)
+    objective = OBJECTIVES[config.method](drafter, config)
+    features_of = features_for(target, config, text.conversations, world)
+    trainer = Trainer(drafter, objective, features_of, config, run)
+    _log_start(text, trainer.step)
 
     def on_save(step: int) -> dict[str, Any]:
-        assert held_out, "measured only with held-out conversations"
-        return {"replay": _replay_record(replay(target, drafter, held_out.conversations, config.num_draft_tokens))}
+        return {"replay": _record(replay(target, drafter, text.held_out, config.num_draft_tokens))}
 
-    trainer.train(conversations.conversations, on_step, on_save if held_out else None)
-    # From the metrics file, because an earlier process may have measured and then been stopped.
-    replays = [line["replay"] for line in run.metrics() if "replay" in line]
-    card = _card(target, drafter, config, conversations, replays[-1] if replays else None)
-    save_drafter(drafter, config.output, card, full=False)
+    with shown_on_tensorboard(run, trainer.step):
+        trainer.train(text.conversations, on_step, on_save if text.held_out else None)
+    served = _as_served(target, drafter)
+    checked = text.held_out or text.conversations[:NUM_CHECKED]
+    measured = replay(target, served, checked, config.num_draft_tokens)
+    if world.is_main:
+        save_drafter(served, config.output, _card(target, served, config, text, measured), full=False)
+        title = (
+            f"{config.method} drafter for {target.name}: {config.num_layers} layers, {config.num_draft_tokens} depths"
+        )
+        plot(run.metrics(), config.output / PLOT_NAME, title)
+    world.barrier()
+    _check_written(target, config, checked, measured)
     run.finish()
-    return drafter
+    return served
 
 
 def _check_limits(target: HFTarget, config: TrainConfig) -> None:
@@ -83,49 +98,74 @@ def _check_limits(target: HFTarget, config: TrainConfig) -> None:
             f"max_length {config.max_length} exceeds the target's {target.max_length}",
             hint=f"use at most {target.max_length}",
         )
-    if config.init == "target" and config.num_layers > target.num_layers:
-        raise ConfigError(
-            f"num_layers {config.num_layers} exceeds the target's {target.num_layers}, so they cannot start as copies",
-            hint=f"use at most {target.num_layers} layers, or init = random",
+
+
+def _inputs(target: HFTarget, config: TrainConfig, text: RunText) -> dict[str, Any]:
+    """Facts about what the settings only name: a run is not continued with others."""
+    inputs = {"target_weights": target.fingerprint(), "num_answer_tokens": text.num_answer_tokens}
+    if config.from_drafter is not None:
+        inputs["from_weights"] = earlier_facts(target, config.from_drafter)["weights"]
+    return inputs
+
+
+def _log_start(text: RunText, step: int) -> None:
+    facts = text.facts
+    log.info(
+        "training on %d conversations (%d answer tokens; %d cut at max_length, %d without an answer left out) "
+        "from step %d; acceptance is measured on %d others",
+        facts["num_conversations"],
+        facts["num_answer_tokens"],
+        facts["num_cut"],
+        facts["num_dropped"],
+        step,
+        len(text.held_out),
+    )
+
+
+def _as_served(target: HFTarget, drafter: Drafter) -> Drafter:
+    """The drafter as it will be loaded: its weights rounded to what is written, in the target's precision."""
+    served = Drafter(drafter.config, target.embedding_VD, target.head_VD).to(target.device)
+    served.load_state_dict(whole_state(drafter.state_dict()))
+    return served.to(torch.bfloat16).to(target.dtype).eval().requires_grad_(False)
+
+
+def _check_written(
+    target: HFTarget, config: TrainConfig, conversations: Sequence[Conversation], expected: Acceptance
+) -> None:
+    """Load the directory as a server would; a drafter that then accepts otherwise was not written as it was trained."""
+    loaded = load_drafter(config.output, target)
+    found = replay(target, loaded, conversations, config.num_draft_tokens)
+    if found != expected:
+        raise CheckpointError(
+            f"{config.output}, loaded again, accepts {found.num_accepted} draft tokens in {found.num_drafts} drafts, "
+            f"the drafter in memory {expected.num_accepted} in {expected.num_drafts}: it was not written as it is",
+            hint="check the disk; the run's state is kept, so the same command writes the directory again",
         )
 
 
-def _check_labels(conversations: ConversationSet, config: TrainConfig) -> None:
-    """Refuse data that teaches nothing: an answer's first token is the target's own, drafts begin with its second."""
-    if not any((row.loss_mask[1:-1] & row.loss_mask[2:]).any() for row in conversations):
-        raise DataError(
-            f"{config.data}: no row has an answer of two tokens or more within max_length = {config.max_length}",
-            hint="give longer answers, or raise max_length above the length of the prompts",
-        )
-
-
-def _card(
-    target: HFTarget, drafter: Drafter, config: TrainConfig, data: ConversationSet, result: dict[str, Any] | None
-) -> DrafterCard:
+def _card(target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText, measured: Acceptance) -> DrafterCard:
     settings = {key: value for key, value in dataclasses.asdict(config).items() if not isinstance(value, Path)}
     is_cuda = target.device.type == "cuda"
+    if config.from_drafter is not None:
+        settings["from_drafter"] = earlier_facts(target, config.from_drafter)
+    if is_cuda:
+        settings["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return DrafterCard(
         target=TargetIdentity.of(target),
         method=drafter.config.method,
         num_draft_tokens=config.num_draft_tokens,
         max_length=config.max_length,
         aux_layer_ids=drafter.config.aux_layer_ids,
-        data={
-            "file": config.data.name,
-            "num_conversations": len(data),
-            "num_answer_tokens": data.num_answer_tokens,
-            "num_cut": data.num_cut,
-            "num_dropped": data.num_dropped,
-        },
-        acceptance={} if result is None else {"held_out_replay": result},
-        training=settings
-        | ({"peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if is_cuda else {}),
+        data=text.facts,
+        acceptance={"held_out_replay": _record(measured)} if text.held_out else {},
+        training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
     )
 
 
-def _replay_record(result: Acceptance) -> dict[str, Any]:
+def _record(result: Acceptance) -> dict[str, Any]:
     return {
+        "num_draft_tokens": len(result.accepted_per_position),
         "acceptance_length": round(result.acceptance_length, 4),
         "per_position": [round(share, 4) for share in result.per_position],
         "num_drafts": result.num_drafts,

@@ -3,327 +3,333 @@
 Started right after the header of a user turn, an instruction-tuned model writes what a user would (Magpie). Each
 question is then put through the chat template like any other and answered at a mix of temperatures. Rows are kept as
 token ids, exactly as they were generated.
-
-`SeatedGenerator` is a throughput decoder with fixed seats: every step runs one token of every seat, as one captured
-graph on a GPU, and a seat that has finished takes the next job.
-
-Shapes: B seats, H heads, E head width, T tokens a seat can hold.
 """
 
-import itertools
-import math
+import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
+import numpy as np
 
-from peagle.errors import ConfigError, RequestError, TargetError
-from peagle.targets.hf import HFTarget
-from peagle.tokenizer import render_chat
+from peagle.errors import ConfigError, DataError, RequestError
+from peagle.sampling_params import SamplingParams
+from peagle.tokenizer import encode_all
+from peagle.training.generation import (
+    Answer,
+    Dialog,
+    Generator,
+    Job,
+    SynthesisConfig,
+    Until,
+    check_max_length,
+    drawn_number,
+)
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import Drop, Row, TokenIds, total
+from peagle.training.turns import answer_end, opening_text, question_opening
 
-STEPS_BETWEEN_LOOKS = 24  # the host looks for finished seats this often; a look costs a synchronisation
-SHORTEST_QUESTION = 8  # characters
-SHORTEST_ANSWER = 12  # tokens
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
+
+SHORTEST_QUESTION = 8  # characters of a question, and room left for one in tokens
+LOOP_TOKENS = 32
+FIRST_ANSWERS = 64  # after which a look is taken at what becomes of them
+GPU_RATE, CPU_RATE = 500_000, 10_000  # tokens a second that no machine we know of exceeds
+
+OnProgress = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Job:
-    """Text to continue until an end token or `max_tokens`. `tag` comes back with the result."""
+class _Asked(NamedTuple):
+    """The tag of a job that answers a question."""
 
-    prompt_ids: list[int]
+    key: int
     temperature: float
-    max_tokens: int
-    tag: Any = None
-
-
-@dataclass(frozen=True)
-class SynthesisConfig:
-    """How the target's own text is made."""
-
-    answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
-    """each answer draws one of these"""
-    question_temperature: float = 0.9
-    max_question_tokens: int = 160
-    given_share: float = 0.15
-    """share of answers that go to given prompts, as long as there are any"""
-    seed: int = 0
-    system_prompts: tuple[str, ...] = (
-        "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-        "You are a helpful assistant. The user asks for explanations, summaries, rewriting, brainstorming and essays.",
-        "You are a programming assistant. The user asks for Python functions and explanations of code.",
-        "You complete code. The user pastes the beginning of a Python function with its docstring.",
-        "You are a math tutor. The user asks word problems and wants step by step solutions.",
-        "You are an expert in science, history and philosophy. The user asks questions about them.",
-        "You play roles and write stories, emails, poems and dialogues for the user.",
-    )
-
-
-@dataclass
-class SynthesisCounts:
-    questions: int = 0
-    answers: int = 0
-    answer_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=lambda: {"question": 0, "repeated": 0, "long": 0, "answer": 0})
-
-
-class SeatedGenerator:
-    """Decodes many jobs at once in fixed seats. It switches the target's attention to its own while it is open."""
-
-    def __init__(self, target: HFTarget, num_seats: int, max_length: int) -> None:
-        if num_seats < 1 or not 2 <= max_length <= target.max_length:
-            raise ConfigError(
-                f"num_seats must be at least 1 and max_length between 2 and the target's {target.max_length}, "
-                f"got {num_seats} and {max_length}"
-            )
-        self.target, self.num_seats, self.max_length = target, num_seats, max_length
-        device, config = target.device, target.model.config.get_text_config()
-        num_heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or target.hidden_size // num_heads
-        heads = (num_seats, getattr(config, "num_key_value_heads", None) or num_heads, max_length, head_dim)
-        self.key_values = [
-            (
-                torch.zeros(heads, device=device, dtype=target.dtype),
-                torch.zeros(heads, device=device, dtype=target.dtype),
-            )
-            for _ in range(target.num_layers)
-        ]
-        self.seats_B = torch.arange(num_seats, device=device)
-        self.columns_T = torch.arange(max_length, device=device)
-        self.token_ids_BT = torch.zeros(num_seats, max_length, dtype=torch.long, device=device)
-        self.position_B = torch.zeros(num_seats, dtype=torch.long, device=device)
-        self.prompt_length_B = torch.ones(num_seats, dtype=torch.long, device=device)
-        self.end_B = torch.zeros(num_seats, dtype=torch.long, device=device)
-        self.temperature_B = torch.ones(num_seats, device=device)
-        self.is_done_B = torch.ones(num_seats, dtype=torch.bool, device=device)
-        self.eos_ids = torch.tensor(sorted(target.eos_token_ids), device=device)
-        AttentionInterface.register("peagle_seats", attend_in_seats)
-        AttentionMaskInterface.register("peagle_seats", lambda *args, **kwargs: None)
-        self._earlier_attention: str = target.model.config._attn_implementation
-        target.model.set_attn_implementation("peagle_seats")
-        try:
-            self._run_step: Callable[[], Any] = self._captured() if device.type == "cuda" else self._step
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give the target its own attention back and let go of the seats' memory. The generator is of no use then."""
-        self.target.model.set_attn_implementation(self._earlier_attention)
-        self.key_values.clear()
-
-    def __enter__(self) -> "SeatedGenerator":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @torch.no_grad()
-    def _step(self) -> None:
-        """One token for every seat: a prompt's next token as it is, else a draw from the target."""
-        visible_B11T = (self.columns_T <= self.position_B[:, None])[:, None, None]
-        token_B1 = self.token_ids_BT.gather(1, self.position_B[:, None])
-        logits_BV = (
-            self.target.model(
-                input_ids=token_B1,
-                position_ids=self.position_B[:, None],
-                use_cache=False,
-                seats=self,
-                visible=visible_B11T,
-            )
-            .logits[:, -1]
-            .float()
-        )
-        noise_BV = -torch.log(-torch.log(torch.rand_like(logits_BV).clamp(1e-9, 1 - 1e-7)))
-        drawn_B = (logits_BV + noise_BV * self.temperature_B[:, None]).argmax(-1)
-        next_B = (self.position_B + 1).clamp_max(self.max_length - 1)
-        is_prompt_B = next_B < self.prompt_length_B
-        kept_B = self.token_ids_BT.gather(1, next_B[:, None])[:, 0]
-        chosen_B = torch.where(is_prompt_B | self.is_done_B, kept_B, drawn_B)
-        self.token_ids_BT.scatter_(1, next_B[:, None], chosen_B[:, None])
-        is_end_B = ~is_prompt_B & ((chosen_B[:, None] == self.eos_ids).any(1) | (next_B + 1 >= self.end_B))
-        self.position_B.copy_(torch.where(self.is_done_B, self.position_B, next_B))
-        self.is_done_B.logical_or_(is_end_B)
-
-    def _captured(self) -> Callable[[], Any]:
-        """The step compiled and captured as one CUDA graph."""
-        step = torch.compile(self._step, dynamic=False)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
-
-    def run(self, next_job: Callable[[], Job | None]) -> Iterator[tuple[Job, list[int]]]:
-        """Yield (job, new tokens) as seats finish; ends once `next_job` returns None and every seat is done."""
-        seated: list[Job | None] = [None] * self.num_seats
-        is_open = True
-        while is_open or any(job is not None for job in seated):
-            for seat, tokens in self._finished(seated):
-                job, seated[seat] = seated[seat], None
-                if job is not None:
-                    yield job, tokens
-            empty = [seat for seat, job in enumerate(seated) if job is None]
-            jobs = list(itertools.islice(iter(next_job, None), len(empty))) if is_open else []
-            is_open = is_open and len(jobs) == len(empty)
-            placed = list(zip(empty, jobs, strict=False))
-            self._seat(placed)
-            for seat, job in placed:
-                seated[seat] = job
-            for _ in range(STEPS_BETWEEN_LOOKS if any(job is not None for job in seated) else 0):
-                self._run_step()
-
-    def _finished(self, seated: list[Job | None]) -> list[tuple[int, list[int]]]:
-        done = [seat for seat in self.is_done_B.nonzero()[:, 0].tolist() if seated[seat] is not None]
-        if not done:
-            return []
-        index = torch.tensor(done, device=self.target.device)
-        starts, stops = self.prompt_length_B[index].tolist(), (self.position_B[index] + 1).tolist()
-        rows = self.token_ids_BT[index].tolist()
-        return [(seat, row[a:b]) for seat, row, a, b in zip(done, rows, starts, stops, strict=True)]
-
-    def _seat(self, placed: list[tuple[int, Job]]) -> None:
-        jobs = [job for _, job in placed]
-        if not jobs:
-            return
-        for job in jobs:
-            self._check(job)
-        device = self.target.device
-        index = torch.tensor([seat for seat, _ in placed], device=device)
-        rows = torch.zeros(len(jobs), self.max_length, dtype=torch.long)
-        for row, job in zip(rows, jobs, strict=True):
-            row[: len(job.prompt_ids)] = torch.tensor(job.prompt_ids)
-        lengths = torch.tensor([len(job.prompt_ids) for job in jobs])
-        limits = (lengths + torch.tensor([job.max_tokens for job in jobs])).clamp_max(self.max_length)
-        self.token_ids_BT[index] = rows.to(device)
-        self.prompt_length_B[index] = lengths.to(device)
-        self.end_B[index] = limits.to(device)
-        self.temperature_B[index] = torch.tensor([job.temperature for job in jobs], device=device)
-        self.position_B[index] = 0
-        self.is_done_B[index] = False
-
-    def _check(self, job: Job) -> None:
-        if not 1 <= len(job.prompt_ids) < self.max_length:
-            raise RequestError(
-                f"a prompt must have between 1 and {self.max_length - 1} tokens, got {len(job.prompt_ids)}",
-                hint="leave the prompt out, or make seats of a larger max_length",
-            )
-        if job.max_tokens < 1 or not 0 <= job.temperature < math.inf:
-            raise RequestError(
-                "max_tokens must be at least 1 and the temperature at least 0, "
-                f"got {job.max_tokens} and {job.temperature}"
-            )
-
-
-def attend_in_seats(
-    module: torch.nn.Module,
-    query_BH1E: Tensor,
-    key_BH1E: Tensor,
-    value_BH1E: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    seats: SeatedGenerator,
-    visible: Tensor,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one new token a seat over the seat's memory, which the new key and value are written to first.
-
-    Plain attention only: what other kinds would need (a window, sinks, capped scores) is refused, not left out.
-    """
-    window = kwargs.get("sliding_window")
-    if (window is not None and window < seats.max_length) or any(
-        kwargs.get(k) is not None for k in ("softcap", "s_aux")
-    ):
-        raise TargetError(
-            f"{type(seats.target.model).__name__} attends with a sliding window, sinks or capped scores, "
-            "which text generation in seats does not do",
-            hint="write the training text with another engine and give it as a file of conversations",
-        )
-    keys, values = seats.key_values[cast(int, module.layer_idx)]
-    keys[seats.seats_B, :, seats.position_B] = key_BH1E[:, :, 0]
-    values[seats.seats_B, :, seats.position_B] = value_BH1E[:, :, 0]
-    num_seats, num_heads, _, head_dim = query_BH1E.shape
-    grouped = query_BH1E.reshape(num_seats, keys.shape[1], -1, head_dim)
-    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scaling)
-    return attended.reshape(num_seats, 1, num_heads, head_dim), None
+    is_held_out: bool
 
 
 def synthesize(
-    generator: SeatedGenerator,
+    generator: Generator,
+    writer: ShardWriter,
+    held_out: ShardWriter | None,
     config: SynthesisConfig,
-    given_prompts: list[str],
-    seconds: float,
-    counts: SynthesisCounts,
-) -> Iterator[dict[str, Any]]:
-    """Yield rows {prompt_ids, answer_ids, temperature} for about `seconds`; `counts` is kept up to date.
+    until: Until,
+    given: Sequence[Dialog] = (),
+    on_progress: OnProgress = lambda counts: None,
+) -> dict[str, Any]:
+    """Write rows until `until` says so, and return the counts over both writers and all runs.
 
-    Dropped and counted: questions that are short, cut or repeated, prompts that fill more than half a seat, and answers
-    of a few tokens. The deadline is for starting: what sits in a seat by then is finished.
+    `held_out` takes the first `config.num_held_out` greedy answers. Of `given` prompts the first turn is answered.
+    Dropped and counted by reason: questions that are cut, short, loop or were asked before, prompts that fill more
+    than half a row, and answers that are cut, short or loop. `on_progress` gets the counts whenever they change.
     """
-    chance = random.Random(config.seed)
-    target, tokenizer = generator.target, generator.target.tokenizer
-    openings = [_user_turn_opening(tokenizer, prompt) for prompt in config.system_prompts]
-    questions: deque[str] = deque()
-    given = deque(chance.sample(given_prompts, len(given_prompts)))
-    seen: set[str] = set()
-    deadline = time.monotonic() + seconds
+    work = _Synthesis(generator, writer, held_out, config, until, given)
+    for answers in generator.run(work.next_jobs):
+        work.take(answers)
+        on_progress(work.counts())
+    return work.counts()
 
-    def next_job() -> Job | None:
-        while time.monotonic() <= deadline:
-            question = given.popleft() if given and chance.random() < config.given_share else None
-            if question is None and not questions:
-                opening = chance.choice(openings)
-                return Job(opening, config.question_temperature, config.max_question_tokens, tag="question")
-            message = {"role": "user", "content": questions.popleft() if question is None else question}
-            prompt_ids = render_chat(tokenizer, [message])
-            if len(prompt_ids) <= generator.max_length // 2:
-                return Job(prompt_ids, chance.choice(config.answer_temperatures), generator.max_length, tag="answer")
-            counts.dropped["long"] += 1
-        return None
 
-    for job, tokens in generator.run(next_job):
-        is_ended = tokens[-1] in target.eos_token_ids
-        if job.tag == "question":
-            text = str(tokenizer.decode(tokens[:-1], skip_special_tokens=True)).strip()
-            if not is_ended or len(text) < SHORTEST_QUESTION:
-                counts.dropped["question"] += 1
-            elif text in seen:
-                counts.dropped["repeated"] += 1
+def counts_of(writer: ShardWriter, held_out: ShardWriter | None) -> dict[str, Any]:
+    return total([writer.counts, *([held_out.counts] if held_out else [])])
+
+
+def check(target: "HFTarget", config: SynthesisConfig) -> None:
+    """Refuse what cannot work, before an engine is started: texts too long, a template without turn boundaries."""
+    check_max_length(config.max_length, target)
+    answer_end(target.tokenizer)
+    _openings(target.tokenizer, config)
+
+
+def most_tokens(target: "HFTarget", config: SynthesisConfig, until: Until) -> int:
+    """A bound on the tokens that will be in the output, prompts included."""
+    rate = GPU_RATE if target.device.type == "cuda" else CPU_RATE
+    bounds = (
+        (until.num_answers, config.max_length),
+        (until.num_tokens, 2),  # prompts fill at most half a row
+        (until.seconds, rate),
+    )
+    return int(min(number * tokens for number, tokens in bounds if number is not None)) + config.max_length
+
+
+class _Synthesis:
+    """What is asked for, being written and done, between the generator and the shards."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        writer: ShardWriter,
+        held_out: ShardWriter | None,
+        config: SynthesisConfig,
+        until: Until,
+        given: Sequence[Dialog],
+    ) -> None:
+        target = generator.target
+        self._tokenizer, self._config, self._until = target.tokenizer, config, until
+        self._max_length = config.max_length
+        self._writer, self._held_out = writer, held_out
+        self._answer_end = answer_end(self._tokenizer)
+        self._openings = _openings(self._tokenizer, config)
+        # A new run draws other numbers, else it would write the questions of the first one once more.
+        self._chance = random.Random(f"{config.seed}/{writer.num_runs}")
+        self._seen = writer.keys | (held_out.keys if held_out else set())
+        self._given = deque(_unanswered(given, self._seen))
+        self._ready: deque[tuple[int, Dialog]] = deque()
+        self._num_begun = self._num_given = 0
+        self._outcomes: Counter[str] = Counter()
+        self._is_watched = False
+        self._num_asking = 0
+        self._num_answering = 0
+        self._num_held_out = held_out.counts["num_rows"] if held_out else 0
+        self._deadline = time.monotonic() + (until.seconds or float("inf"))
+
+    def counts(self) -> dict[str, Any]:
+        return counts_of(self._writer, self._held_out)
+
+    def next_jobs(self, room: int) -> list[Job]:
+        num_wanted = self._num_wanted()
+        chosen: list[tuple[int, Dialog]] = []
+        while len(chosen) < min(room, num_wanted) and (question := self._next_question()) is not None:
+            chosen.append(question)
+        jobs = self._answer_jobs(chosen)
+        num_missing = num_wanted - len(jobs) - len(self._ready) - self._num_asking
+        return jobs + [self._question_job() for _ in range(min(num_missing, room - len(jobs)))]
+
+    def take(self, answers: Sequence[Answer]) -> None:
+        questions = [answer for answer in answers if not isinstance(answer.job.tag, _Asked)]
+        if questions:
+            self._take_questions(questions)
+        kept: dict[bool, list[Row]] = {False: [], True: []}
+        drops: list[Drop] = []
+        for answer in answers:
+            asked = answer.job.tag
+            if not isinstance(asked, _Asked):
+                continue
+            self._num_answering -= 1
+            token_ids = np.array(answer.token_ids, dtype=np.int32)
+            reason = self._fault(token_ids, answer.is_ended)
+            if reason is not None:
+                self._num_held_out -= asked.is_held_out
+                drops.append(Drop(reason, asked.key))
+                continue
+            start = len(answer.job.prompt_ids)
+            row = np.concatenate((np.array(answer.job.prompt_ids, dtype=np.int32), token_ids))
+            kept[asked.is_held_out].append(Row(asked.key, row, ((start, len(row)),), asked.temperature))
+        if self._held_out is not None:
+            self._held_out.append(kept[True])
+        self._writer.append(kept[False], drops)
+        self._watch(sum(map(len, kept.values())), drops)
+
+    def _watch(self, num_kept: int, drops: Sequence[Drop]) -> None:
+        """Say when most answers are cut off, and give up where none is of use: it would go on for ever."""
+        self._outcomes.update(drop.reason for drop in drops)
+        self._outcomes["kept"] += num_kept
+        num_answers = sum(self._outcomes.values())
+        if num_answers < FIRST_ANSWERS or self._is_watched:
+            return
+        self._is_watched = True
+        if not self._outcomes["kept"]:
+            found = ", ".join(f"{reason} ({number})" for reason, number in self._outcomes.most_common() if number)
+            raise DataError(
+                f"none of the first {num_answers} answers can be used: {found}",
+                hint="raise max_length, keep cut answers (--keep-cut), or use an instruction-tuned target",
+            )
+        if self._outcomes["answer: cut"] > num_answers / 2:
+            log.warning(
+                "%d of the first %d answers were dropped because they reach max_length %d; raise it, or keep them "
+                "with --keep-cut",
+                self._outcomes["answer: cut"],
+                num_answers,
+                self._max_length,
+            )
+
+    def _num_wanted(self) -> int:
+        """How many more answers may be begun, those whose question is not written yet included."""
+        if time.monotonic() > self._deadline:
+            return 0
+        counts, most = self.counts(), 2**31
+        if self._until.num_answers is not None:
+            most = self._until.num_answers - counts["num_rows"] - self._num_answering
+        if self._until.num_tokens is not None:
+            mean = counts["num_answer_tokens"] / counts["num_rows"] if counts["num_rows"] else self._max_length / 2
+            missing = self._until.num_tokens - counts["num_answer_tokens"]
+            begun = self._num_answering * mean
+            # At least one, so that an estimate that is too high does not end the run.
+            most = min(most, max(int((missing - begun) / mean), int(missing > 0 and not self._num_answering)))
+        return max(most, 0)
+
+    def _next_question(self) -> tuple[int, Dialog] | None:
+        is_given = bool(self._given) and self._num_given < self._config.given_share * (self._num_begun + 1)
+        source = self._given if is_given else self._ready
+        if not source:
+            return None
+        self._num_given += is_given
+        self._num_begun += 1
+        return source.popleft()
+
+    def _answer_jobs(self, chosen: Sequence[tuple[int, Dialog]]) -> list[Job]:
+        texts = [opening_text(self._tokenizer, dialog) for _, dialog in chosen]
+        jobs, drops = [], []
+        for (key, _), prompt_ids in zip(chosen, encode_all(self._tokenizer, texts), strict=True):
+            if len(prompt_ids) > self._max_length // 2:
+                drops.append(Drop("prompt: too long", key))
+                continue
+            temperature = self._chance.choice(self._config.temperatures)
+            is_held_out = temperature == 0 and self._num_held_out < self._config.num_held_out
+            self._num_held_out += is_held_out
+            params = SamplingParams(
+                self._max_length - len(prompt_ids),
+                temperature,
+                top_p=self._config.top_p,
+                top_k=self._config.top_k,
+                seed=self._chance.getrandbits(62),
+                stop_token_ids=(self._answer_end,),
+            )
+            jobs.append(Job(_Asked(key, temperature, is_held_out), prompt_ids, params))
+        self._writer.append((), drops)
+        self._num_answering += len(jobs)
+        return jobs
+
+    def _question_job(self) -> Job:
+        prompt_ids, end = self._chance.choice(self._openings)
+        self._num_asking += 1
+        params = SamplingParams(
+            self._config.max_question_tokens,
+            self._config.question_temperature,
+            seed=self._chance.getrandbits(62),
+            stop_token_ids=(end,),
+        )
+        return Job(None, prompt_ids, params)
+
+    def _take_questions(self, questions: Sequence[Answer]) -> None:
+        self._num_asking -= len(questions)
+        drops = []
+        spoken = [list(answer.token_ids[: len(answer.token_ids) - answer.is_ended]) for answer in questions]
+        texts = self._tokenizer.batch_decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for answer, words, text in zip(questions, spoken, map(str.strip, texts), strict=True):
+            key = question_key(text)
+            if not answer.is_ended:
+                drops.append(Drop("question: cut"))
+            elif len(text) < SHORTEST_QUESTION:
+                drops.append(Drop("question: short"))
+            elif loops(np.array(words, dtype=np.int32)):
+                drops.append(Drop("question: loops"))
+            elif key in self._seen:
+                drops.append(Drop("question: asked before"))
             else:
-                seen.add(text)
-                questions.append(text)
-                counts.questions += 1
-        elif len(tokens) < SHORTEST_ANSWER:
-            counts.dropped["answer"] += 1
-        else:
-            counts.answers += 1
-            counts.answer_tokens += len(tokens)
-            yield {"prompt_ids": job.prompt_ids, "answer_ids": tokens, "temperature": job.temperature}
+                self._seen.add(key)
+                self._ready.append((key, Dialog("a question", ({"role": "user", "content": text},))))
+        self._writer.append((), drops)
+
+    def _fault(self, token_ids: TokenIds, is_ended: bool) -> str | None:
+        if len(token_ids) < self._config.min_answer_tokens:
+            return "answer: short"
+        if loops(token_ids[: len(token_ids) - is_ended]):
+            return "answer: loops"
+        return None if is_ended or self._config.keep_cut else "answer: cut"
 
 
-def answer_greedily(generator: SeatedGenerator, prompts: list[list[int]], max_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield rows of the target's greedy answers to rendered prompts, as replay wants them, in no fixed order."""
-    jobs = iter([Job(prompt_ids, 0.0, max_tokens) for prompt_ids in prompts])
-    for job, tokens in generator.run(lambda: next(jobs, None)):
-        yield {"prompt_ids": job.prompt_ids, "answer_ids": tokens, "temperature": 0.0}
+def question_key(text: str) -> int:
+    return drawn_number(text)
 
 
-def _user_turn_opening(tokenizer: Any, system_prompt: str) -> list[int]:
-    """The chat template's text up to where the user's words would begin."""
-    mark = "PLACE-OF-THE-QUESTION"
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": mark}]
-    render_chat(tokenizer, messages, add_generation_prompt=False)  # refuses what the template cannot do, in words
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    return list(tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"])
+def loops(token_ids: TokenIds) -> bool:
+    """Whether a text ends in a passage said three times or more, in the same tokens, over 32 tokens or more.
+
+    >>> loops(np.arange(100, dtype=np.int32)), loops(np.arange(100, dtype=np.int32) % 20)
+    (False, True)
+    """
+    content, size = token_ids.tobytes(), token_ids.itemsize
+    tail = content[-8 * size :]
+    earlier = content.rfind(tail, 0, len(content) - size)
+    if earlier < 0 or earlier % size:
+        return False
+    period = len(content) - len(tail) - earlier
+    compared = max(2 * period, LOOP_TOKENS * size)
+    return content[-compared:] == content[-compared - period : -period] and compared + period <= len(content)
+
+
+def _openings(tokenizer: "PreTrainedTokenizerBase", config: SynthesisConfig) -> list[tuple[list[int], int]]:
+    """Beginnings of a user turn, one for each system prompt that the template takes."""
+    openings, refusal = [], None
+    for system_prompt in config.system_prompts:
+        try:
+            openings.append(question_opening(tokenizer, system_prompt))
+        except RequestError as error:
+            refusal = error
+    if refusal is not None:
+        if not openings:
+            raise refusal
+        log.info(
+            "questions are asked under %d of the %d system prompts: %s",
+            len(openings),
+            len(config.system_prompts),
+            refusal.message,
+        )
+    longest = max(len(token_ids) for token_ids, _ in openings)
+    if longest + SHORTEST_QUESTION > config.max_length:
+        raise ConfigError(
+            f"max_length {config.max_length} leaves no room for a question: the longest system prompt takes {longest} "
+            "tokens with the chat template",
+            hint="raise max_length, or shorten the system prompts",
+        )
+    return openings
+
+
+def _unanswered(given: Sequence[Dialog], seen: set[int]) -> list[tuple[int, Dialog]]:
+    """The first turn of each given prompt, without those answered before and without repetitions."""
+    prompts: dict[int, Dialog] = {}
+    for dialog in given:
+        users = [index for index, message in enumerate(dialog.messages) if message["role"] == "user"]
+        messages = [message for message in dialog.messages[: users[0] + 1] if message["role"] != "assistant"]
+        key = question_key(messages[-1]["content"].strip())
+        if key not in seen:
+            prompts.setdefault(key, Dialog(dialog.where, messages))
+    seen.update(prompts)
+    return list(prompts.items())

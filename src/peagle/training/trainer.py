@@ -1,8 +1,9 @@
-"""The training loop: target states in, a drafter that imitates the target's next K tokens out.
+"""The training loop: batches in, a drafter that imitates the target's next K tokens out.
 
-Shapes: B rows, T tokens, S slots, N slots with a label, D width, V vocabulary.
+What is learned from a batch is the objective's affair, where the target's states come from the feature source's.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -13,33 +14,42 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.drafter.slots import Slots, slot_inputs, visible
-from peagle.drafter.vocab import draft_to_target
 from peagle.errors import ConfigError
-from peagle.targets.hf import HFTarget
-from peagle.training.batches import LABEL_CHUNK, Batch, make_batch
+from peagle.training.batches import Batch, Batches
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
-from peagle.training.losses import slot_losses
+from peagle.training.features import FeatureSource
+from peagle.training.labels import label_chunk
+from peagle.training.objective import Objective
+from peagle.training.optimizers import make_optimizer
 from peagle.training.resume import Progress, RunState
 
 log = logging.getLogger(__name__)
 
+NO_STEP = -1
+
 
 class Trainer:
-    """One run. It owns the optimizer and trains `drafter` in place; the target is only read."""
+    """One run. It owns the optimizer and trains `drafter` in place, by `objective`, from what `features_of` gives."""
 
-    def __init__(self, target: HFTarget, drafter: Drafter, config: TrainConfig, run: RunState) -> None:
-        self.target, self.drafter, self.config, self.run = target, drafter, config, run
-        self.optimizer = _optimizer(drafter, config)
-        compiles = config.compile == "on" or (config.compile == "auto" and target.device.type == "cuda")
-        wrap: Callable[..., Any] = torch.compile if compiles else _as_is
-        self._target_forward = wrap(target.forward, dynamic=False)
-        self._drafter_forward = wrap(self._slot_states, dynamic=False)
-        self._chunk_losses = wrap(self._judge_chunk, dynamic=False)
-        self.progress = Progress.begin(config.num_draft_tokens, target.device)
+    def __init__(
+        self,
+        drafter: Drafter,
+        objective: Objective,
+        features_of: FeatureSource,
+        config: TrainConfig,
+        run: RunState,
+    ) -> None:
+        self.drafter, self.objective, self.features_of = drafter, objective, features_of
+        self.config, self.run, self.world = config, run, run.world
+        self._batches: Batches | None = None
+        self.device = next(drafter.parameters()).device
+        self.optimizer = make_optimizer(drafter, config)
+        self.progress = Progress.begin(config.num_draft_tokens, self.device)
         run.restore(drafter, self.optimizer, self.progress)
         self._is_updating = False
+        self._first_bad = torch.full((), NO_STEP, device=self.device)
+        """the first step whose loss or gradient is no number; kept on the device so that no step waits for it"""
 
     @property
     def step(self) -> int:
@@ -56,34 +66,42 @@ class Trainer:
 
         State is saved every `save_every` steps and when the run is interrupted (KeyboardInterrupt); `on_save` may add
         measurements, which go to the metrics file. One that an interruption kept from being made is made first.
+        Of several processes each takes its share of the batches, and all call `on_save` together.
         """
+        chunk = label_chunk(self.drafter.config.draft_vocab_size, self.device.type)
+        self._batches = Batches(conversations, self.config, self.world.rank, self.world.size, chunk)
         self.drafter.train()
         started, first_step = time.monotonic(), self.step
         try:
             self._measure(on_save)
-            while self.step < self.config.num_steps:
-                self.train_step(make_batch(conversations, self.config, self.step))
-                metrics = None
-                if self.step % self.config.log_every == 0 or self.step == self.config.num_steps:
-                    rate = (self.step - first_step) / max(1e-9, time.monotonic() - started)
-                    metrics = self._take_metrics() | {"steps_per_second": round(rate, 3)}
-                    self.run.log(metrics)
-                on_step(self.step, metrics)
-                if self._is_saved_step():
-                    self._save()
-                    self._measure(on_save)
+            prefetched = self._batches.prefetched(self.step, self.config.num_steps, self._micro_batches)
+            with contextlib.closing(prefetched) as batches:
+                for micro_batches in batches:
+                    self.train_step(*micro_batches)
+                    metrics = None
+                    if self.step % self.config.log_every == 0 or self.step == self.config.num_steps:
+                        rate = (self.step - first_step) / max(1e-9, time.monotonic() - started)
+                        metrics = self._take_metrics() | {"steps_per_second": round(rate, 3)}
+                        self.run.log(metrics)
+                    on_step(self.step, metrics)
+                    if self._is_saved_step():
+                        self._save()
+                        self._measure(on_save)
         except KeyboardInterrupt:
-            if self._is_updating:
-                log.warning("interrupted in the middle of an update; the state saved last stands")
+            if self._is_updating or self.world.size > 1:
+                log.warning("interrupted where no state can be saved; the one saved last stands")
             else:
                 self._save()
             raise
 
-    def train_step(self, batch: Batch) -> None:
-        """One optimizer step."""
+    def train_step(self, *micro_batches: Batch) -> None:
+        """One optimizer step on a batch, whole or in parts."""
         self.optimizer.zero_grad(set_to_none=True)
-        _, sums = self.accumulate_gradients(batch.to(self.target.device))
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_gradient_norm)
+        loss, sums = self.accumulate_gradients(*micro_batches)
+        self.world.reduce_gradients(self.drafter.parameters(), loss, sums)
+        norm = self.world.clip_gradients(self.drafter.parameters(), self.config.max_gradient_norm)
+        is_bad = ~(loss.isfinite() & norm.isfinite()) & (self._first_bad == NO_STEP)
+        self._first_bad = torch.where(is_bad, self.step, self._first_bad)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
         # An interruption between these lines would leave weights and step number that do not belong together.
@@ -98,74 +116,56 @@ class Trainer:
 
     def _save(self) -> None:
         """Write the state, unless the loss is no longer a number: such a state is not worth going on from."""
-        self._check_finite(self.progress.depth_sums[0].sum().item())
+        self._check_finite()
         self.run.save(self.drafter, self.optimizer, self.progress)
 
     def _measure(self, on_save: Callable[[int], dict[str, Any]] | None) -> None:
         """Add `on_save`'s measurements of this step to the metrics, once."""
-        if on_save is not None and self.step and self._is_saved_step() and not self.run.is_measured(self.step):
+        if on_save is None or not self.step or not self._is_saved_step():
+            return
+        if self.world.total(self.world.is_main and not self.run.is_measured(self.step)):
             self.run.log({"step": self.step} | on_save(self.step))
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise ConfigError(
-                f"the loss is {loss} after step {self.step}: training diverged",
-                hint="lower learning_rate, or raise warmup_steps",
-            )
+    def _check_finite(self) -> None:
+        """Stop a run that has diverged. Reading this waits for the device."""
+        step = int(self._first_bad)
+        if step == NO_STEP:
+            return
+        rows = self._batches.documents(step) if self._batches is not None else []
+        earlier = "the state saved last is from before it" if self.run.can_continue else "no state was saved before"
+        raise ConfigError(
+            f"the loss or its gradient is not a number in step {step}, of conversations {summary(rows)}: training "
+            f"diverged; {earlier}",
+            hint="lower learning_rate or raise warmup_steps, and give another output; if it happens at the same "
+            "conversations again, look at them",
+        )
 
-    def accumulate_gradients(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Add the gradients of the batch's mean loss. Returns it, and `Progress.depth_sums` of this batch alone.
+    def accumulate_gradients(self, *micro_batches: Batch) -> tuple[Tensor, Tensor]:
+        """Add the gradients of this process's share of the batch. Returns its share of the mean loss, and of the sums.
 
-        The vocabulary projection is the largest tensor by far, so its forward and backward are done a chunk of
-        labels at a time and only the gradient of the slots' states is kept.
+        The mean is over the labels of the whole batch, all processes' together.
         """
-        target_output = self._target_forward(batch.token_ids_BT)
-        # bfloat16 wherever the target is in half precision, because float16 gradients would need scaling.
-        is_half = target_output.aux_hidden_BTA.dtype in (torch.bfloat16, torch.float16)
-        aux_hidden_BTA = target_output.aux_hidden_BTA.to(torch.bfloat16 if is_half else torch.float32)
-        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=is_half):
-            states_BSD = self._drafter_forward(batch.token_ids_BT, aux_hidden_BTA, *batch.slots)
-        states_ND = states_BSD[batch.row_N, batch.slot_N]
-        leaves = [chunk.detach().requires_grad_() for chunk in states_ND.split(LABEL_CHUNK)]
-        total = states_ND.new_zeros((), dtype=torch.float32)
-        depth_sums = torch.zeros_like(self.progress.depth_sums)
-        num_labels = max(1, batch.num_labels)  # a batch of one-token answers has none, and no gradient
-        for index, leaf in enumerate(leaves):
-            part = slice(index * LABEL_CHUNK, (index + 1) * LABEL_CHUNK)
-            judges = target_output.logits_BTV[batch.row_N[part], batch.judge_N[part]]
-            loss, sums = self._chunk_losses(leaf, judges, batch.depth_N[part], batch.weight_N[part])
-            (loss / num_labels).backward()
-            depth_sums += sums
-            total += loss.detach() / num_labels
-        states_ND.backward(torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None]))
-        return total, depth_sums
+        num_labels = max(1, self.world.total(sum(part.num_labels for part in micro_batches)))  # there may be none
+        loss, sums = torch.zeros((), device=self.device), torch.zeros_like(self.progress.depth_sums)
+        for part in micro_batches:
+            moved = part.to(self.device)
+            part_loss, part_sums = self.objective.accumulate(moved, self.features_of(moved), num_labels)
+            loss, sums = loss + part_loss, sums + part_sums
+        return loss, sums
 
-    def _slot_states(self, token_ids_BT: Tensor, aux_hidden_BTA: Tensor, anchor_BS: Tensor, depth_BS: Tensor) -> Tensor:
-        """Final normed states of the slots."""
-        slots = Slots(anchor_BS, depth_BS)
-        fused_BTD = self.drafter.fuse(aux_hidden_BTA)
-        fused_mask_D = self.drafter.fuse(self.drafter.mask_hidden.to(aux_hidden_BTA.dtype))
-        mask_token_id = self.drafter.config.mask_token_id
-        assert mask_token_id is not None, "only parallel drafters are trained here"
-        inputs = slot_inputs(slots, token_ids_BT, fused_BTD, mask_token_id, fused_mask_D)
-        return self.drafter(*inputs, slots.position_BS, visible(slots, slots)).normed_BSD
-
-    def _judge_chunk(
-        self, states_ND: Tensor, target_logits_NV: Tensor, depth_N: Tensor, weight_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Summed loss of a chunk, and per depth the sums of loss, correct guesses and slots."""
-        offsets = getattr(self.drafter, "d2t", None)
-        table = None if offsets is None else draft_to_target(offsets)
-        losses_N, is_correct_N = slot_losses(self.drafter.logits(states_ND), target_logits_NV, table, self.config.loss)
-        losses_N = losses_N * weight_N
-        rows = torch.stack([losses_N.detach(), is_correct_N * weight_N, weight_N])
-        sums = torch.zeros_like(self.progress.depth_sums).index_add(1, depth_N, rows)
-        return losses_N.sum(), sums
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """A batch in parts of as many rows as go through at once; runs in the thread that makes batches."""
+        num_rows = len(batch.token_ids_BT)
+        size = self.config.micro_batch_size or num_rows
+        parts = [batch] if size >= num_rows else [batch.rows(at, at + size) for at in range(0, num_rows, size)]
+        for part in parts:
+            self.features_of.prepare(part)
+        return [part.to(self.device) for part in parts]
 
     def _take_metrics(self) -> dict[str, Any]:
         """Means since the last call. Reading them waits for the device."""
+        self._check_finite()
         losses, correct, counts = self.progress.depth_sums.tolist()
-        self._check_finite(sum(losses))
         self.progress.depth_sums.zero_()
         return {
             "step": self.step,
@@ -183,16 +183,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * warmup * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def _optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; vectors (norms, biases, the learned placeholders) are not decayed."""
-    matrices = [parameter for parameter in drafter.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in drafter.parameters() if parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+def summary(numbers: Sequence[int], most: int = 16) -> str:
+    """Numbers for a message: all of a few, else the first ones.
 
-
-def _as_is(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    return function
+    >>> summary([4, 1]), summary(range(40), most=3)
+    ('4, 1', '0, 1, 2 and 37 more')
+    """
+    shown = ", ".join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown} and {len(numbers) - most} more"

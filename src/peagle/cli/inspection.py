@@ -1,0 +1,90 @@
+"""The tables and examples of `peagle data inspect`."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+BAR_WIDTH = 40
+TRAINED_STYLE, READ_STYLE = "bold green", "dim"
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """Print an inspection's report. Where colours are off, brackets stand around the trained part of examples."""
+    console.print(_facts(document))
+    console.print(_bars("length of conversations in tokens", _length_rows(document)))
+    if document["top_tokens"]:
+        rows = [(_quoted(token["text"]), token["count"]) for token in document["top_tokens"]]
+        console.print(_bars("most frequent trained tokens", rows))
+    for number, pieces in enumerate(document["examples"], start=1):
+        console.print(Panel(_example(pieces, console.is_terminal), title=f"example {number}", title_align="left"))
+    if document["examples"]:
+        legend = "bold and green" if console.is_terminal else "between [[ and ]]"
+        console.print(f"trained on: {legend}")
+
+
+def _facts(document: dict[str, Any]) -> Table:
+    table = Table(title=document["path"])
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in _fact_rows(document).items():
+        table.add_row(name, value)
+    return table
+
+
+def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    if "kind" in document:
+        rows["written by"] = f"{document['kind']}, target {document['target']['name']}"
+        state = "complete" if document["is_complete"] else "unfinished: the same command goes on"
+        rows["shards"] = f"{document['num_shards']}, {state}"
+    rows |= {
+        "conversations": f"{document['num_conversations']:,}",
+        "tokens": f"{document['num_tokens']:,}",
+        "trained tokens": f"{document['num_trained_tokens']:,} ({document['trained_share']:.1%})",
+        "distinct trained tokens": f"{document['num_distinct_trained_tokens']:,}",
+    }
+    for name, label in (("lengths", "length"), ("trained_lengths", "trained, a conversation")):
+        spread = document[name]
+        rows[f"{label}: min / median / mean / 95% / max"] = (
+            f"{spread['min']} / {spread['median']:g} / {spread['mean']:g} / {spread['p95']:g} / {spread['max']}"
+        )
+    for size, share in document["coverage"].items():
+        if share < 1:
+            rows[f"covered by the {int(size):,} most frequent tokens"] = f"{share:.2%}"
+    if "temperatures" in document:
+        pairs = document["temperatures"].items()
+        rows["by temperature"] = ", ".join(f"{temperature}: {number:,}" for temperature, number in pairs)
+        rows |= {f"dropped, {reason}": f"{number:,}" for reason, number in document["dropped"].items()}
+    if document["num_without_answer"]:
+        rows["without an answer"] = f"{document['num_without_answer']:,}"
+    return rows
+
+
+def _length_rows(document: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(f"{part['from']} to {part['below'] - 1}", part["count"]) for part in document["length_histogram"]]
+
+
+def _bars(title: str, rows: list[tuple[str, int]]) -> Table:
+    table = Table(title=title, show_header=False)
+    most = max(count for _, count in rows)
+    for label, count in rows:
+        table.add_row(Text(label), f"{count:,}", "\u2588" * -(-count * BAR_WIDTH // most))
+    return table
+
+
+def _example(pieces: list[dict[str, Any]], is_coloured: bool) -> Text:
+    text = Text()
+    for piece in pieces:
+        words = piece["text"]
+        if piece["is_trained"]:
+            text.append(words if is_coloured else f"[[{words}]]", style=TRAINED_STYLE)
+        else:
+            text.append(words, style=READ_STYLE)
+    return text
+
+
+def _quoted(text: str) -> str:
+    return repr(text)

@@ -1,0 +1,119 @@
+"""Serve the target behind an endpoint that clients of OpenAI and of SageMaker know.
+
+It listens while the target is loaded and answers 503 until it is ready. SIGTERM (or Ctrl-C) lets accepted requests
+finish; a second one ends at once. In a SageMaker container, settings are also taken from SM_VLLM_* and /opt/ml.
+"""
+
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.engine.config import EngineConfig
+from peagle.errors import ConfigError, MissingExtraError
+from peagle.server.sagemaker import Conventions, read_conventions
+from peagle.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from peagle.engine.llm import LLM
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", ServerSettings, EngineConfig)
+
+DEFAULT_ENGINE = EngineConfig(max_waiting=256)
+"""An engine's own default lets any number of requests wait; clients of a server would rather be told."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
+    """the target to serve; the same as --target"""
+    num_draft_tokens: int | None = None
+    """draft tokens a step; 0 decodes plainly, without it what the drafter's makers or a measurement advise"""
+    server: Annotated[ServerSettings, tyro.conf.OmitArgPrefixes] = field(default_factory=ServerSettings)
+    engine: Annotated[EngineConfig, tyro.conf.OmitArgPrefixes] = DEFAULT_ENGINE
+    target: TargetOptions = field(default_factory=TargetArguments)
+    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(Arguments, "serve", argv)
+    if arguments.name is not None and arguments.target.target is not None:
+        raise ConfigError(
+            f"two targets are given: {arguments.name} and, with --target, {arguments.target.target}",
+            hint="give one of them",
+        )
+    conventions = read_conventions(os.environ)
+    arguments = with_conventions(arguments, conventions)
+    try:
+        from peagle.server.app import create_app
+        from peagle.server.auth import read_keys
+        from peagle.server.lifecycle import Lifecycle, bind, serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("peagle"):
+            raise
+        raise MissingExtraError(error.name, "serve", "the server") from error
+
+    settings = arguments.server
+    keys = read_keys(settings.api_key_file, os.environ, conventions.api_keys)
+    listener = bind(settings)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("listening on http://%s:%d%s", shown, port, ", with API keys" if keys else "")
+    if not keys and host not in ("127.0.0.1", "::1"):
+        log.info("anybody who reaches this address may use it: there are no API keys (--api-key-file)")
+    lifecycle = Lifecycle(settings, lambda: load(arguments), drafter_name(arguments))
+    return serve(create_app(settings, keys, lifecycle), lifecycle, listener)
+
+
+def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:
+    """The command line's word where it says something, else the environment's, else the defaults."""
+    target, drafter = arguments.target, arguments.drafter
+    name = arguments.name or target.target or conventions.target
+    if conventions.is_container and name is None:
+        log.warning("no SM_VLLM_MODEL, no /opt/ml/model and no HF_MODEL_ID: serving the embedded default")
+    dtype: Any = target.dtype if target.dtype != "auto" else conventions.dtype or "auto"
+    engine = _overlaid(arguments.engine, DEFAULT_ENGINE, conventions.engine)
+    server = _overlaid(arguments.server, ServerSettings(), conventions.server)
+    if server.log_format == "auto":
+        server = replace(server, log_format="text" if sys.stderr.isatty() else "json")
+    given = arguments.num_draft_tokens
+    return replace(
+        arguments,
+        name=None,
+        num_draft_tokens=conventions.num_draft_tokens if given is None else given,
+        server=server,
+        engine=engine,
+        target=replace(target, target=name, dtype=dtype),
+        drafter=replace(drafter, drafter=drafter.drafter or (conventions.drafter if given != 0 else None)),
+    )
+
+
+def _overlaid(given: T, default: T, environment: dict[str, Any]) -> T:
+    """Settings of the environment in every field that still has its default."""
+    untouched = {name for name in environment if getattr(given, name) == getattr(default, name)}
+    return replace(given, **{name: environment[name] for name in untouched})
+
+
+def load(arguments: Arguments) -> "LLM":
+    from peagle.engine.llm import LLM
+
+    drafter: Any = arguments.drafter.drafter or "auto"
+    return LLM(
+        arguments.target.load(),
+        drafter,
+        arguments.num_draft_tokens,
+        allow_mismatch=arguments.drafter.allow_mismatch,
+        progress=lambda what, done, total: log.debug("starting the engine: %s (%d of %d)", what, done, total),
+        **asdict(arguments.engine),
+    )
+
+
+def drafter_name(arguments: Arguments) -> str | None:
+    return Path(arguments.drafter.drafter).name if arguments.drafter.drafter else None

@@ -1,0 +1,343 @@
+"""A target over packed rows: several documents in one row that do not see each other, as if each had run alone.
+
+The modules are those of transformers, with our attention inside: what a token sees is decided here from the document
+numbers and each layer's window, not by the masks a model builds, because some models build none for packed rows. A
+model that does not attend through transformers' attention interface runs its documents one to a row instead.
+
+Shapes: B rows, T tokens, D width, A concatenated aux width, N chosen tokens, V vocabulary, H query and G key-value
+heads, E head width, Q blocks of `BLOCK` tokens.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from peagle.errors import TargetError
+from peagle.targets.hf import HFTarget
+from peagle.targets.paged import HARMLESS
+
+log = logging.getLogger(__name__)
+
+PACKED = "peagle_packed"
+BLOCK = 128  # tokens a block of FlexAttention; a row shorter than one is attended with a dense mask
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function faster without changing what it does; the identity where there is no compiler."""
+
+
+class PackedOutput(NamedTuple):
+    """`last_hidden_BTD` is what `PackedTarget.head` reads; `aux_hidden_BTA` as in `TargetOutput`."""
+
+    last_hidden_BTD: Tensor
+    aux_hidden_BTA: Tensor
+
+
+class PackedRows(NamedTuple):
+    """Which document each token belongs to, and by window (0: none) which blocks see each other, or None for dense."""
+
+    document_BT: Tensor
+    blocks: dict[int, BlockMask] | None
+
+
+class PackedTarget:
+    """Runs a target over packed rows. The target is changed only during `forward`, so others may use it in between.
+
+    `compile` is applied once for each class of layer, so that a model of any depth starts in the time of one layer.
+    """
+
+    def __init__(self, target: HFTarget, compile: Compile | None = None) -> None:
+        self.target = target
+        AttentionInterface.register(PACKED, _attend_packed)
+        AttentionMaskInterface.register(PACKED, _no_mask)
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._windows: set[int] = {0}
+        head = TargetHead(target)
+        self.head: Callable[[Tensor], Tensor] = head if head.is_exact else _as_it_is
+        """from `last_hidden_BTD` of any tokens to their logits"""
+        if not head.is_exact:
+            log.warning(
+                "the head of %s does something peagle does not know; the logits of all tokens are kept, which takes "
+                "more memory",
+                type(target.model).__name__,
+            )
+        self.can_pack = self._probe()
+        if compile is not None:
+            self._forwards = self._compiled(compile)
+
+    @torch.no_grad()
+    def forward(self, token_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> PackedOutput:
+        """States of every token. Documents are runs of one number in `document_BT`; -1 is padding, whose states mean
+        nothing. `position_BT` restarts with each document."""
+        self.target.check_not_lent()
+        if not self.can_pack:
+            return self._forward_separately(token_ids_BT, document_BT, position_BT)
+        rows = packed_rows(document_BT, self._windows)
+        with self._installed():
+            return self._run(token_ids_BT, position_ids=position_BT, packed_rows=rows)
+
+    def _run(self, token_ids_BT: Tensor, **kwargs: Any) -> PackedOutput:
+        if self.head is _as_it_is:
+            read_BTD = self.target.model(input_ids=token_ids_BT, use_cache=False, **kwargs).logits
+        else:
+            read_BTD = self.target.model.get_decoder()(
+                input_ids=token_ids_BT, use_cache=False, **kwargs
+            ).last_hidden_state
+        aux_hidden_BTA = self.target.captured_aux()
+        self.target.forget_captured()
+        return PackedOutput(read_BTD, aux_hidden_BTA)
+
+    def _forward_separately(self, token_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> PackedOutput:
+        """One document to a row, padded on the right, where no earlier token sees it."""
+        row, column = (document_BT >= 0).nonzero(as_tuple=True)
+        position = position_BT[row, column]
+        number = (position == 0).cumsum(0) - 1
+        separate_DT = token_ids_BT.new_zeros(int(number[-1]) + 1, int(position.max()) + 1)
+        separate_DT[number, position] = token_ids_BT[row, column]
+        parts = self._run(separate_DT)
+        outputs = [part.new_zeros(*token_ids_BT.shape, part.shape[-1]) for part in parts]
+        for whole, part in zip(outputs, parts, strict=True):
+            whole[row, column] = part[number, position]
+        return PackedOutput(*outputs)
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        model = self.target.model
+        earlier: str = model.config._attn_implementation
+        model.set_attn_implementation(PACKED)
+        for module, forward in self._forwards.items():
+            module.forward = forward
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(earlier)
+            for module in self._forwards:
+                module.__dict__.pop("forward", None)
+
+    def _compiled(self, compile: Compile) -> dict[nn.Module, Callable[..., Any]]:
+        decoder = self.target.model.get_decoder()
+        others = [getattr(decoder, name, None) for name in ("norm", "rotary_emb")]
+        parts = [*self.target.layers, *(module for module in others if isinstance(module, nn.Module))]
+        compiled = {kind: compile(kind.forward) for kind in {type(module) for module in parts}}
+        return {module: _bound(compiled[type(module)], module) for module in parts}
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Run three tokens to learn which windows the layers have, and whether all attend through our attention."""
+        windows: dict[int, int] = {}
+        tokens = torch.zeros(1, 3, dtype=torch.long, device=self.target.device)
+        rows = PackedRows(torch.zeros_like(tokens), None)
+        position = torch.arange(3, device=tokens.device)[None]
+        try:
+            with self._installed():
+                self._run(tokens, position_ids=position, packed_rows=rows, packed_windows=windows)
+            if len(windows) < self.target.num_layers:
+                raise TargetError(f"{self.target.num_layers - len(windows)} layers attend in a way of their own")
+        except (TargetError, TypeError, NotImplementedError) as error:
+            log.warning(
+                "documents of %s cannot share a row (%s); each runs in a row of its own, which takes more time and "
+                "memory",
+                type(self.target.model).__name__,
+                error,
+            )
+            return False
+        self._windows = set(windows.values())
+        return True
+
+
+def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(module, *args, **kwargs)
+
+
+class TargetHead:
+    """The target's logits from the states its head reads, for the tokens that are asked for alone.
+
+    Heads differ in what follows the matrix (a soft cap, a scale). What transformers' configurations say of it is
+    tried on a few tokens; `is_exact` tells whether it gives the model's own logits.
+    """
+
+    def __init__(self, target: HFTarget) -> None:
+        config = target.model.config.get_text_config()
+        self._head = target.model.get_output_embeddings()
+        self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.is_exact = self._matches(target)
+
+    @torch.no_grad()
+    def __call__(self, last_hidden_ND: Tensor) -> Tensor:
+        logits_NV: Tensor = self._head(last_hidden_ND)
+        if self._scale != 1.0:
+            logits_NV = logits_NV * self._scale
+        if self._softcap:
+            logits_NV = self._softcap * torch.tanh(logits_NV / self._softcap)
+        return logits_NV
+
+    @torch.no_grad()
+    def _matches(self, target: HFTarget) -> bool:
+        tokens = torch.arange(8, device=target.device)[None] % target.vocab_size
+        expected = target.model(input_ids=tokens, use_cache=False).logits[0].float()
+        hidden = target.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state[0]
+        tolerance = 2 * torch.finfo(target.dtype).eps ** 0.75 if target.dtype.is_floating_point else 1e-2
+        difference = (self(hidden).float() - expected).abs().max()
+        return bool(difference <= tolerance * expected.abs().max())
+
+
+def _as_it_is(logits_NV: Tensor) -> Tensor:
+    return logits_NV
+
+
+def packed_rows(document_BT: Tensor, windows: set[int]) -> PackedRows:
+    """What attention needs to know of rows: on a GPU by blocks, so that nothing grows with the square of T."""
+    if document_BT.device.type != "cuda" or document_BT.shape[1] < BLOCK:
+        return PackedRows(document_BT, None)
+    return PackedRows(document_BT, {window: block_mask(document_BT, window) for window in windows})
+
+
+def block_mask(document_BT: Tensor, window: int) -> BlockMask:
+    """Causal attention inside documents, and inside `window` (0: everywhere), by blocks of `BLOCK` tokens.
+
+    Documents are runs, so the first and the last number of two blocks tell whether they share one.
+    """
+    num_tokens = document_BT.shape[1]
+    padding = -num_tokens % BLOCK
+    runs_BT = (document_BT.diff(dim=1, prepend=document_BT[:, :1]) != 0).cumsum(1)
+    runs_BQt = functional.pad(runs_BT, (0, padding), mode="replicate").unflatten(1, (-1, BLOCK))
+    first_BQ, last_BQ = runs_BQt[..., 0], runs_BQt[..., -1]
+    index_Q = torch.arange(first_BQ.shape[1], device=document_BT.device)
+    distance_QQ = (index_Q[:, None] - index_Q) * BLOCK
+    is_past_QQ = distance_QQ >= 0
+    is_full_QQ = distance_QQ > 0
+    if window:
+        is_past_QQ = is_past_QQ & (distance_QQ - BLOCK + 1 < window)
+        is_full_QQ = is_full_QQ & (distance_QQ + BLOCK - 1 < window)
+    is_seen_BQQ = is_past_QQ & (last_BQ[:, None, :] >= first_BQ[:, :, None])
+    is_full_BQQ = is_full_QQ & (first_BQ[:, None, :] == last_BQ[:, :, None])
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (q >= k) & (runs_BT[b, q] == runs_BT[b, k])
+        return seen & (q - k < window) if window else seen
+
+    return BlockMask.from_kv_blocks(
+        *_listed(is_seen_BQQ & ~is_full_BQQ),
+        *_listed(is_full_BQQ),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(num_tokens, num_tokens),
+        compute_q_blocks=False,
+    )
+
+
+def _listed(chosen_BQQ: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and their numbers in front: int32 [B, 1, Q] and [B, 1, Q, Q]."""
+    order_BQQ = chosen_BQQ.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_BQQ.sum(-1, dtype=torch.int32)[:, None], order_BQQ.to(torch.int32)[:, None].contiguous()
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _attend_packed(
+    module: nn.Module,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: PackedRows,
+    packed_windows: dict[int, int] | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    window = sliding_window or 0
+    if packed_windows is not None:
+        packed_windows[module.layer_idx] = window  # type: ignore[index]  # a number, says transformers
+        unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+        if unknown:
+            raise TargetError(f"it gives its attention {', '.join(unknown)}")
+    scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = _attend_dense if packed_rows.blocks is None else _attend_blocks
+    attended_BHTE = attend(query_BHTE, key_BGTE, value_BGTE, packed_rows, window, scale, softcap, s_aux)
+    return attended_BHTE.transpose(1, 2), None
+
+
+@functools.cache
+def _compiled_attention() -> Callable[..., Any]:
+    """FlexAttention for layers that are not compiled themselves: as it is, it would compute all scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _attend_blocks(
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    rows: PackedRows,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap) if softcap else score
+
+    assert rows.blocks is not None, "chosen by the caller"
+    attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled_attention()
+    attended_BHTE, aux = attention(
+        query_BHTE,
+        key_BGTE,
+        value_BGTE,
+        score_mod=cap if softcap else None,
+        block_mask=rows.blocks[window],
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks_H is not None:
+        # A sink takes exp(sink) / (exp(sink) + sum of exp(score)) of the attention and gives nothing for it.
+        kept_BHT = torch.sigmoid(aux.lse - sinks_H.float()[:, None])
+        attended_BHTE = attended_BHTE * kept_BHT[..., None]
+    attended: Tensor = attended_BHTE.to(query_BHTE.dtype)
+    return attended
+
+
+def _attend_dense(
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    rows: PackedRows,
+    window: int,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    document_BT = rows.document_BT
+    index_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    distance_TT = index_T[:, None] - index_T
+    is_near_TT = (distance_TT >= 0) & (distance_TT < window) if window else distance_TT >= 0
+    seen_B1TT = (is_near_TT & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
+    group_size = query_BHTE.shape[1] // key_BGTE.shape[1]
+    key_BHTE, value_BHTE = (part.repeat_interleave(group_size, 1) for part in (key_BGTE, value_BGTE))
+    if not softcap and sinks_H is None:
+        return functional.scaled_dot_product_attention(
+            query_BHTE, key_BHTE, value_BHTE, attn_mask=seen_B1TT, scale=scale
+        )
+    scores_BHTT = query_BHTE @ key_BHTE.transpose(2, 3) * scale
+    if softcap:
+        scores_BHTT = softcap * torch.tanh(scores_BHTT / softcap)
+    scores_BHTT = scores_BHTT.float().masked_fill(~seen_B1TT, -torch.inf)
+    if sinks_H is not None:
+        sinks_BHT1 = sinks_H.float()[:, None, None].expand(*scores_BHTT.shape[:3], 1)
+        scores_BHTT = torch.cat([scores_BHTT, sinks_BHT1], dim=-1)
+    probs_BHTT = scores_BHTT.softmax(-1)[..., : document_BT.shape[1]]
+    return probs_BHTT.to(value_BHTE.dtype) @ value_BHTE

@@ -1,0 +1,124 @@
+"""What a run looks like while it goes on (TensorBoard) and when it is over (one picture of curves).
+
+Both read the lines of metrics.jsonl and need packages of the extra `train`. Where one is absent that is said once, and
+the run goes on without it: metrics.jsonl has everything.
+"""
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle.training.resume import RunState
+
+log = logging.getLogger(__name__)
+
+PLOT_NAME = "curves.png"
+EVENTS_NAME = "tensorboard"
+Line = Mapping[str, Any]
+
+
+class TensorBoard:
+    """Writes lines of metrics as scalars into `directory`. Those past `first_step` of an earlier process are purged."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        self._writer: Any = None
+        if not _has("tensorboard", "TensorBoard shows no curves"):
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)
+
+    def log(self, line: Line) -> None:
+        if self._writer is None:
+            return
+        for name, value in scalars(line).items():
+            self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+@contextlib.contextmanager
+def shown_on_tensorboard(run: RunState, first_step: int) -> Iterator[None]:
+    """Show every line of metrics that `run` logs, from `first_step` on; only in the process that writes."""
+    if not run.world.is_main:
+        yield
+        return
+    board = TensorBoard(run.directory / EVENTS_NAME, first_step)
+    run.listeners.append(board.log)
+    try:
+        yield
+    finally:
+        run.listeners.remove(board.log)
+        board.close()
+
+
+def scalars(line: Line) -> dict[str, float]:
+    """The numbers of a line by a name each, the step left out; lists are numbered from 0.
+
+    >>> scalars({"step": 20, "loss": 2.5, "accuracy_by_depth": [0.5, 0.25], "replay": {"acceptance_length": 1.5}})
+    {'loss': 2.5, 'accuracy_by_depth/0': 0.5, 'accuracy_by_depth/1': 0.25, 'replay/acceptance_length': 1.5}
+    """
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": number for key, number in scalars(value).items()}
+        elif isinstance(value, list):
+            found |= {f"{name}/{index}": float(number) for index, number in enumerate(value)}
+        elif name != "step" and isinstance(value, int | float):
+            found[name] = float(value)
+    return found
+
+
+def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
+    """Draw loss, accuracy by depth and replayed acceptance length against the step; False where nothing was drawn."""
+    losses = [line for line in lines if "loss" in line]
+    if not losses or not _has("matplotlib", f"{path.name} is not drawn"):
+        return False
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss_axes, accuracy_axes, replay_axes = figure.subplots(1, 3)
+    steps = [line["step"] for line in losses]
+    marker = "o" if len(steps) == 1 else None
+    loss_axes.plot(steps, [line["loss"] for line in losses], color="black", linewidth=1.5, marker=marker)
+    loss_axes.set_title("loss, mean over labels", fontsize=10)
+    num_depths = len(losses[0]["accuracy_by_depth"])
+    for depth in range(num_depths):
+        values = [line["accuracy_by_depth"][depth] for line in losses]
+        color = colormaps["viridis"](0.9 * depth / max(1, num_depths - 1))
+        accuracy_axes.plot(steps, values, color=color, linewidth=1.5, marker=marker, label=str(depth))
+    accuracy_axes.set_title("agrees with the target's likeliest token, by depth", fontsize=10)
+    accuracy_axes.set_ylim(0, 1)
+    accuracy_axes.legend(title="depth", fontsize=8, title_fontsize=8, frameon=False, ncols=2, loc="upper left")
+    replays = [line for line in lines if "replay" in line]
+    if replays:
+        values = [line["replay"]["acceptance_length"] for line in replays]
+        replay_axes.plot([line["step"] for line in replays], values, color="#1f6f8b", linewidth=1.5, marker="o")
+        last = (replays[-1]["step"], values[-1])
+        replay_axes.annotate(f"{values[-1]:.2f}", last, (0, 7), textcoords="offset points", ha="right")
+        replay_axes.set_ylim(1, 1 + 1.2 * max(0.1, max(values) - 1))
+    else:
+        replay_axes.text(0.5, 0.5, "no held-out conversations", ha="center", transform=replay_axes.transAxes)
+        replay_axes.set_yticks([])
+    replay_axes.set_title("acceptance length, replayed on held-out answers", fontsize=10)
+    for axes in (loss_axes, accuracy_axes, replay_axes):
+        axes.set_xlabel("optimizer step")
+        axes.set_xlim(0, max(line["step"] for line in lines) * 1.03)
+        axes.grid(True, color="#e4e4e4", linewidth=0.6)
+        axes.set_axisbelow(True)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def _has(package: str, otherwise: str) -> bool:
+    if importlib.util.find_spec(package) is not None:
+        return True
+    log.warning("%s: the package %r is not installed (pip install 'peagle[train]')", otherwise, package)
+    return False

@@ -1,0 +1,120 @@
+"""What the drafter learns from: the target's states over packed rows, and its logits where there is a label.
+
+Shapes: B rows, T tokens, A concatenated aux width, D target width, N labels, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from peagle.errors import ConfigError
+from peagle.targets.hf import HFTarget
+from peagle.targets.packed import PackedTarget, TargetHead
+from peagle.training.batches import Batch
+from peagle.training.config import TrainConfig
+from peagle.training.conversations import Conversation
+from peagle.training.distributed import World
+from peagle.training.feature_store import FeatureStore, States, Text
+from peagle.training.objective import is_compiled
+
+
+class PackedText(Protocol):
+    """The part of a `Batch` that the target reads; -1 in `document_BT` is padding."""
+
+    @property
+    def token_ids_BT(self) -> Tensor: ...
+    @property
+    def document_BT(self) -> Tensor: ...
+    @property
+    def position_BT(self) -> Tensor: ...
+
+
+class Features(NamedTuple):
+    """The target's states of one micro-batch. They need no gradient."""
+
+    aux_hidden_BTA: Tensor
+    last_hidden_BTD: Tensor
+    """what the target's head reads; where a head cannot be applied to it alone, the logits themselves"""
+    head: Callable[[Tensor], Tensor]
+
+    def judge_logits(self, row_N: Tensor, column_N: Tensor) -> Tensor:
+        """The target's logits [N, V] of some tokens: its distribution of the token after each."""
+        return self.head(self.last_hidden_BTD[row_N, column_N])
+
+
+class FeatureSource(Protocol):
+    """Where the target's states of a micro-batch come from."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Begin to fetch what `batch` will need, in the thread that makes batches; called once before `__call__`."""
+        ...
+
+    def __call__(self, batch: Batch) -> Features:
+        """The states of a batch that lies on the device."""
+        ...
+
+
+class OnlineFeatures:
+    """The target runs in this process, once for each micro-batch; nothing is kept."""
+
+    def __init__(self, target: HFTarget, *, compiles: bool | None = None) -> None:
+        compiles = target.device.type == "cuda" if compiles is None else compiles
+        self._packed = PackedTarget(target, functools.partial(torch.compile, dynamic=False) if compiles else None)
+
+    def prepare(self, batch: PackedText) -> None:
+        """There is nothing to fetch."""
+
+    def __call__(self, batch: PackedText) -> Features:
+        output = self._packed.forward(batch.token_ids_BT, batch.document_BT, batch.position_BT)
+        return Features(output.aux_hidden_BTA, output.last_hidden_BTD, self._packed.head)
+
+
+class CachedFeatures:
+    """The target ran once over all conversations, and its states are read from disk."""
+
+    def __init__(self, target: HFTarget, store: FeatureStore) -> None:
+        head = TargetHead(target)
+        if not head.is_exact:
+            raise ConfigError(
+                f"the head of {type(target.model).__name__} does something peagle does not know, and the logits of "
+                "all tokens would be too large to keep",
+                hint='set features to "online"',
+            )
+        self._head, self._store, self._device = head, store, target.device
+        self._prepared: dict[tuple[tuple[int, ...], ...], States] = {}
+
+    def prepare(self, batch: Batch) -> None:
+        states = self._store.read(batch.documents)
+        if self._device.type == "cuda":
+            states = States(*(tensor.pin_memory() for tensor in states))
+        self._prepared[batch.documents] = states
+
+    def __call__(self, batch: Batch) -> Features:
+        if batch.documents not in self._prepared:
+            self.prepare(batch)
+        states = self._prepared.pop(batch.documents)
+        aux_hidden_BTA, last_hidden_BTD = (tensor.to(self._device, non_blocking=True) for tensor in states)
+        return Features(aux_hidden_BTA, last_hidden_BTD, self._head)
+
+
+def features_for(
+    target: HFTarget, config: TrainConfig, conversations: Sequence[Conversation], world: World
+) -> FeatureSource:
+    """The source that `config` names; cached states are completed first."""
+    compiles = is_compiled(config, target.device)
+    if config.features == "online":
+        return OnlineFeatures(target, compiles=compiles)
+    directory = config.features_directory or config.output / "features"
+    store = FeatureStore(directory, target, conversations, config.max_length)
+    source = CachedFeatures(target, store)
+    packed = PackedTarget(target, functools.partial(torch.compile, dynamic=False) if compiles else None)
+
+    def states_of(text: Text) -> States:
+        output = packed.forward(*(tensor.to(target.device) for tensor in text))
+        return States(output.aux_hidden_BTA, output.last_hidden_BTD)
+
+    store.complete(states_of, config.micro_batch_size or config.batch_size, world)
+    return source

@@ -1,0 +1,122 @@
+"""Slots with a label, listed in chunks, and the target's distributions that judge them.
+
+Slots (anchor, depth) with equal anchor + depth have the same label and the same judge, one column before it. So labels
+are listed by judge, and each chunk names its judges once: the target's head and softmax run over them alone, a quarter
+of the labels at eight depths and a retention of 0.8.
+
+Shapes: N labels, M judges; each is the number of chunks times a fixed count, so that a chunk has one compiled shape.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.training.cod import max_num_slots
+from peagle.training.config import TrainConfig
+
+LABEL_CHUNK = 4096  # labels that are projected to the vocabulary at a time, where nothing is known of their memory
+LABEL_MULTIPLE = 64  # what fits into one chunk is only padded to a multiple of this
+JUDGE_SPARE = 1.1  # room for this many more judges in a chunk than its labels have on average
+CHUNK_VALUES = {"cuda": 2**29, "cpu": 2**26}  # logits of a chunk: 1 GiB on a GPU, where few launches count more
+
+
+def label_chunk(vocab_size: int, device_type: str) -> int:
+    """Labels of a chunk, for a drafter of so many tokens.
+
+    >>> label_chunk(49152, "cuda"), label_chunk(151936, "cuda"), label_chunk(49152, "cpu")
+    (10240, 3072, 1024)
+    """
+    return max(1, CHUNK_VALUES.get(device_type, CHUNK_VALUES["cpu"]) // vocab_size // 1024) * 1024
+
+
+class ChunkShape(NamedTuple):
+    """The most labels and judges of a chunk."""
+
+    num_labels: int
+    num_judges: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, num_labels: int | None = None) -> "ChunkShape":
+        """Room for `num_labels` (by default `LABEL_CHUNK`) and for as many judges as they have on average."""
+        num_labels = num_labels or LABEL_CHUNK
+        cod = (config.num_draft_tokens, config.retention, config.retention_floor)
+        labels_per_judge = max_num_slots(1000, *cod) / 1000
+        return cls(num_labels, _round_up(int(num_labels / labels_per_judge * JUDGE_SPARE), LABEL_MULTIPLE))
+
+
+class Labels(NamedTuple):
+    """Labels of some rows. Those past the real ones, which fill up a chunk, weigh 0 and point at the first slot."""
+
+    row_N: Tensor
+    slot_N: Tensor
+    depth_N: Tensor
+    judge_N: Tensor
+    """column whose target distribution judges the slot: one before the label"""
+    weight_N: Tensor
+    opinion_N: Tensor
+    """number of that judge among those of the chunk"""
+    judge_row_M: Tensor
+    judge_column_M: Tensor
+    num_chunks: int
+    num_labels: int
+
+    def chunks(self) -> list["Labels"]:
+        """Each chunk on its own."""
+        split = zip(*(part.chunk(self.num_chunks) for part in self[:8]), strict=True)
+        return [self._replace(**dict(zip(self._fields, parts, strict=False)), num_chunks=1) for parts in split]
+
+    def of_rows(self, first: int, last: int, shape: ChunkShape) -> "Labels":
+        """Those of rows first .. last - 1, with row numbers from 0."""
+        chosen_N = (self.weight_N > 0) & (self.row_N >= first) & (self.row_N < last)
+        row_N, slot_N, depth_N, judge_N = (part[chosen_N] for part in self[:4])
+        return list_labels(row_N - first, slot_N, depth_N, judge_N, shape)
+
+
+def list_labels(row_N: Tensor, slot_N: Tensor, depth_N: Tensor, judge_N: Tensor, shape: ChunkShape) -> Labels:
+    """Cut labels, which must be ordered by row and judge, into chunks. A chunk ends when labels or judges are full."""
+    num_labels = len(row_N)
+    is_next_N = torch.ones(num_labels, dtype=torch.bool)
+    is_next_N[1:] = (row_N[1:] != row_N[:-1]) | (judge_N[1:] != judge_N[:-1])
+    number_N = is_next_N.cumsum(0) - 1
+    num_judges = int(number_N[-1]) + 1 if num_labels else 0
+    sizes: tuple[int, int] = shape
+    if num_labels <= shape.num_labels and num_judges <= shape.num_judges:
+        sizes = (_round_up(max(1, num_labels), LABEL_MULTIPLE), _round_up(max(1, num_judges), LABEL_MULTIPLE))
+        ends = [0, num_labels]
+    else:
+        ends = _chunk_ends(number_N, *sizes)
+    judged_N = is_next_N.nonzero()[:, 0]
+    num_chunks = len(ends) - 1
+    of_labels = [row_N.new_zeros(num_chunks, sizes[0]) for _ in range(5)]
+    of_judges = [row_N.new_zeros(num_chunks, sizes[1]) for _ in range(2)]
+    weight = torch.zeros(num_chunks, sizes[0])
+    for chunk, (first, last) in enumerate(itertools.pairwise(ends)):
+        if first == last:
+            continue
+        first_judge, last_judge = int(number_N[first]), int(number_N[last - 1]) + 1
+        for part, values in zip(of_labels, (row_N, slot_N, depth_N, judge_N, number_N), strict=True):
+            part[chunk, : last - first] = values[first:last]
+        of_labels[4][chunk, : last - first] -= first_judge
+        first_of_judge = judged_N[first_judge:last_judge]
+        for part, values in zip(of_judges, (row_N, judge_N), strict=True):
+            part[chunk, : last_judge - first_judge] = values[first_of_judge]
+        weight[chunk, : last - first] = 1
+    row, slot, depth, judge, opinion = (part.flatten() for part in of_labels)
+    judge_row, judge_column = (part.flatten() for part in of_judges)
+    listed = (row, slot, depth, judge, weight.flatten(), opinion, judge_row, judge_column)
+    return Labels(*listed, num_chunks, num_labels)
+
+
+def _chunk_ends(number_N: Tensor, max_labels: int, max_judges: int) -> list[int]:
+    ends = [0]
+    while ends[-1] < len(number_N):
+        limit = number_N[ends[-1]] + max_judges
+        first_too_many = int(torch.searchsorted(number_N, limit))
+        ends.append(min(ends[-1] + max_labels, first_too_many))
+    return ends
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

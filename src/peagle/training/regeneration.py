@@ -1,0 +1,173 @@
+"""Prompt files answered by the target, turn by turn: its own answer to one turn is what the next turn follows.
+
+Assistant turns of the file are replaced. One that comes before the first user turn answers nothing and is left out.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from peagle.errors import DataError
+from peagle.tokenizer import encode_all
+from peagle.training.generation import Answer, Dialog, Generator, Job, RegenerationConfig, check_max_length
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import Drop, Row
+from peagle.training.turns import answer_end, following_turn, opening_text
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+TEMPLATE_TOKENS = 64  # what a chat template adds to a turn, generously
+
+OnProgress = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class _Growing:
+    """A conversation whose turns are being answered."""
+
+    key: int
+    turns: deque[list[dict[str, Any]]]
+    """what is still to be said before each further answer"""
+    history: list[dict[str, Any]]
+    token_ids: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+
+def regenerate(
+    generator: Generator,
+    writer: ShardWriter,
+    dialogs: Sequence[Dialog],
+    config: RegenerationConfig,
+    on_progress: OnProgress = lambda counts: None,
+) -> dict[str, Any]:
+    """Answer every dialog that `writer` has no row for yet; a row's key is the dialog's number. Returns the counts.
+
+    Dropped and counted by reason: prompts that leave no room for an answer, and conversations without any. Where a
+    later turn cannot follow (no room, an answer that was cut, a template that rewrites it), the row ends before it.
+    The answers depend on nothing but the dialog's number, its text and the settings.
+    """
+    work = _Regeneration(generator, writer, dialogs, config)
+    for answers in generator.run(work.next_jobs):
+        work.take(answers)
+        on_progress(writer.counts)
+    return writer.counts
+
+
+def split_turns(dialog: Dialog, max_turns: int | None = None) -> deque[list[dict[str, Any]]]:
+    """What is said before each answer: everybody's messages but the assistant's, up to and with one of the user's."""
+    turns: list[list[dict[str, Any]]] = []
+    said: list[dict[str, Any]] = []
+    for message in dialog.messages:
+        if message["role"] != "assistant":
+            said.append(message)
+        if message["role"] == "user":
+            turns.append(said)
+            said = []
+    return deque(turns[:max_turns])
+
+
+def check(target: "HFTarget", dialogs: Sequence[Dialog], config: RegenerationConfig) -> None:
+    """Refuse what cannot work, before an engine is started: texts too long, a template without turn boundaries."""
+    check_max_length(config.max_length, target)
+    answer_end(target.tokenizer)
+    if any(len(split_turns(dialog, config.max_turns)) > 1 for dialog in dialogs):
+        try:
+            answer_end(target.tokenizer, num_turns=2)
+        except DataError as error:
+            raise DataError(error.message, hint="--max-turns 1 answers the first turn of each alone") from error
+
+
+def most_tokens(dialogs: Sequence[Dialog], config: RegenerationConfig) -> int:
+    """A bound on the tokens that will be in the output: a token has at least one character."""
+    return sum(
+        min(
+            config.max_length,
+            sum(len(message["content"]) for message in dialog.messages)
+            + len(split_turns(dialog, config.max_turns)) * (config.max_answer_tokens + TEMPLATE_TOKENS),
+        )
+        for dialog in dialogs
+    )
+
+
+class _Regeneration:
+    def __init__(
+        self, generator: Generator, writer: ShardWriter, dialogs: Sequence[Dialog], config: RegenerationConfig
+    ) -> None:
+        self._tokenizer, self._config, self._writer, self._dialogs = generator.target.tokenizer, config, writer, dialogs
+        self._max_length = config.max_length
+        self._numbers = deque(number for number in range(len(dialogs)) if number not in writer.keys)
+        self._later: deque[Job] = deque()
+        self._answer_end = answer_end(self._tokenizer)
+
+    def next_jobs(self, room: int) -> list[Job]:
+        jobs = [self._later.popleft() for _ in range(min(room, len(self._later)))]
+        drops: list[Drop] = []
+        while self._numbers and len(jobs) < room:
+            numbers = [self._numbers.popleft() for _ in range(min(room - len(jobs), len(self._numbers)))]
+            begun = [self._begin(number) for number in numbers if not self._uses_tools(number)]
+            drops += [Drop("prompt: uses tools", number) for number in numbers if self._uses_tools(number)]
+            texts = [
+                opening_text(self._tokenizer, Dialog(self._dialogs[growing.key].where, growing.history))
+                for growing in begun
+            ]
+            for growing, prompt_ids in zip(begun, encode_all(self._tokenizer, texts), strict=True):
+                if self._has_room(len(prompt_ids)):
+                    growing.token_ids = prompt_ids
+                    jobs.append(self._job(growing))
+                else:
+                    drops.append(Drop("prompt: too long", growing.key))
+        self._writer.append((), drops)
+        return jobs
+
+    def take(self, answers: Sequence[Answer]) -> None:
+        rows: list[Row] = []
+        drops: list[Drop] = []
+        for answer in answers:
+            growing: _Growing = answer.job.tag
+            start = len(growing.token_ids)
+            growing.token_ids = [*growing.token_ids, *answer.token_ids]
+            if len(answer.token_ids) > answer.is_ended:
+                growing.spans.append((start, len(growing.token_ids)))
+                if answer.is_ended and growing.turns and self._say_next(growing, answer):
+                    continue
+            else:
+                del growing.token_ids[start:]
+            if growing.spans:
+                # What was said after the last answer teaches nothing.
+                token_ids = np.array(growing.token_ids[: growing.spans[-1][1]], dtype=np.int32)
+                rows.append(Row(growing.key, token_ids, tuple(growing.spans), answer.job.params.temperature))
+            else:
+                drops.append(Drop("answer: empty", growing.key))
+        self._writer.append(rows, drops)
+
+    def _uses_tools(self, number: int) -> bool:
+        """Whether results of tools follow calls that the target would not have made."""
+        return any(message["role"] in ("tool", "function") for message in self._dialogs[number].messages)
+
+    def _begin(self, number: int) -> _Growing:
+        turns = split_turns(self._dialogs[number], self._config.max_turns)
+        return _Growing(number, turns, history=turns.popleft())
+
+    def _say_next(self, growing: _Growing, answer: Answer) -> bool:
+        """Add the next turn and queue its answer; False where it cannot follow."""
+        messages = growing.turns.popleft()
+        following = following_turn(self._tokenizer, growing.history, answer.token_ids, messages)
+        if following is None or not self._has_room(len(growing.token_ids) + len(following[1])):
+            return False
+        spoken, token_ids = following
+        growing.history = [*growing.history, spoken, *messages]
+        growing.token_ids += token_ids
+        self._later.append(self._job(growing))
+        return True
+
+    def _has_room(self, num_tokens: int) -> bool:
+        return num_tokens + 2 <= self._max_length
+
+    def _job(self, growing: _Growing) -> Job:
+        room = self._max_length - len(growing.token_ids)
+        params = self._config.answer_params(growing.key, len(growing.spans), room, self._answer_end)
+        return Job(growing, growing.token_ids, params)

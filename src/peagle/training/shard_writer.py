@@ -1,0 +1,242 @@
+"""Writes shards so that nothing finished is ever lost, and goes on where an earlier run was stopped."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from peagle.drafter.card import TargetIdentity
+from peagle.errors import CapacityError, ConfigError
+from peagle.provenance import provenance
+from peagle.training.shards import (
+    FORMAT,
+    MANIFEST_NAME,
+    NO_KEY,
+    SHARD_TOKENS,
+    Drop,
+    Row,
+    drop_line,
+    identity_of,
+    is_shard_directory,
+    lines_path,
+    open_shards,
+    pack,
+    read_lines_of_open_shard,
+    read_manifest,
+    row_line,
+    shard_name,
+    total,
+    write_whole,
+)
+
+log = logging.getLogger(__name__)
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class ShardWriter:
+    """One process's right to add rows to a directory. `keys` has everything that need not be done again.
+
+    Opened on a directory that has shards, it goes on with them if target and settings are the same, and refuses if
+    they are not. Leaving the `with` block early loses nothing: the open shard stays as it is.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        kind: str,
+        target: TargetIdentity,
+        settings: Mapping[str, Any],
+        *,
+        accelerator: str | None = None,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.directory, self._shard_tokens = directory, shard_tokens
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(directory)
+        try:
+            plain = json.loads(json.dumps(dict(settings), default=str))
+            self._manifest: dict[str, Any] = {
+                "format": FORMAT,
+                "kind": kind,
+                "target": vars(target),
+                "settings": plain,
+                "is_complete": False,
+                "shards": [],
+                "runs": [],
+            }
+            self.keys: set[int] = set()
+            if is_shard_directory(directory):
+                self._go_on(kind, target, plain)
+            self._manifest["runs"].append(provenance(accelerator))
+            self._manifest["is_complete"] = False
+            self._write_manifest()
+            self._open_lines()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that have written to the directory, this one included."""
+        return len(self._manifest["runs"])
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """num_rows, num_tokens, num_answer_tokens and dropped (by reason), over all runs. A copy."""
+        return total([self._sealed_counts, self._open_counts])
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, rows: Sequence[Row], drops: Sequence[Drop] = ()) -> None:
+        """Add finished rows. When this returns they survive the process; if the disk is full, none of them is added."""
+        if not rows and not drops:
+            return
+        content = "".join([*map(row_line, rows), *map(drop_line, drops)]).encode()
+        with self._explaining_a_full_disk():
+            self._write_lines(content)
+        self._count(rows, drops)
+        if self._open_counts["num_tokens"] >= self._shard_tokens:
+            self.seal()
+
+    def seal(self) -> None:
+        """Pack the open shard's lines into a file of arrays and begin the next one."""
+        if not self._rows and not self._drops:
+            return
+        shard = pack(self._rows, self._drops)
+        arrays = {name: value for name, value in vars(shard).items() if name != "reasons"}
+        metadata = {"target": self._manifest["target"]["weights"], "reasons": json.dumps(shard.reasons)}
+        content = save(arrays, metadata)
+        name = shard_name(len(self._manifest["shards"]))
+        with self._explaining_a_full_disk():
+            write_whole(self.directory / name, content)
+            self._manifest["shards"].append({"name": name, "num_bytes": len(content), **shard.counts()})
+            try:
+                self._write_manifest()
+            except OSError:
+                self._manifest["shards"].pop()
+                raise
+        self._file.close()
+        Path(self._file.name).unlink()
+        self._open_lines()
+
+    def finish(self) -> None:
+        """Seal what is open and say that the set is complete."""
+        self.seal()
+        self._manifest["is_complete"] = True
+        with self._explaining_a_full_disk():
+            self._write_manifest()
+        self._file.close()
+        Path(self._file.name).unlink()
+
+    def _go_on(self, kind: str, target: TargetIdentity, settings: dict[str, Any]) -> None:
+        earlier = read_manifest(self.directory)
+        differing = [] if earlier["kind"] == kind else [f"it was made by {earlier['kind']}, not {kind}"]
+        theirs = identity_of(self.directory, earlier)
+        for name in ("weights", "tokenizer", "chat_template"):
+            if getattr(theirs, name) != getattr(target, name):
+                differing.append(f"the target's {name} were those of {theirs.name!r}, are those of {target.name!r}")
+        was = earlier["settings"]
+        differing += [
+            f"{name} was {was.get(name)!r}, is {settings.get(name)!r}"
+            for name in sorted(was.keys() | settings.keys())
+            if was.get(name) != settings.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.directory} holds shards of another kind: {'; '.join(differing)}",
+                hint="give the earlier settings to go on with them, or another output to start anew",
+            )
+        self._manifest |= {"shards": earlier["shards"], "runs": earlier["runs"]}
+        for shard in open_shards(self.directory).shards:
+            self.keys.update(shard.keys.tolist(), shard.dropped_keys.tolist())
+        self.keys.discard(NO_KEY)
+
+    def _open_lines(self) -> None:
+        """Take in the open shard's lines of an earlier run, without a last one that was cut off, and go on there."""
+        number = len(self._manifest["shards"])
+        for leftover in self.directory.glob("shard-*.jsonl"):
+            if leftover < lines_path(self.directory, number):
+                leftover.unlink()  # its rows are in a sealed shard, but the process ended before this
+        path = lines_path(self.directory, number)
+        rows, drops, num_bytes = read_lines_of_open_shard(path)
+        self._sealed_counts = total(self._manifest["shards"])
+        self._rows: list[Row] = []
+        self._drops: list[Drop] = []
+        self._open_counts = total([])
+        self._file = path.open("ab", buffering=0)
+        self._num_bytes = num_bytes
+        self._file.truncate(num_bytes)
+        self._count(rows, drops)
+
+    def _count(self, rows: Sequence[Row], drops: Sequence[Drop]) -> None:
+        self._rows += rows
+        self._drops += drops
+        counts = self._open_counts
+        for row in rows:
+            self.keys.add(row.key)
+            counts["num_rows"] += 1
+            counts["num_tokens"] += len(row.token_ids)
+            counts["num_answer_tokens"] += sum(end - start for start, end in row.spans)
+        for drop in drops:
+            if drop.key != NO_KEY:
+                self.keys.add(drop.key)
+            counts["dropped"][drop.reason] = counts["dropped"].get(drop.reason, 0) + 1
+
+    def _write_lines(self, content: bytes) -> None:
+        try:
+            num_written = 0
+            while num_written < len(content):
+                num_written += self._file.write(content[num_written:])
+        except BaseException:
+            # Half a line, or lines that nobody counted: both would be in the way of what comes after.
+            self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(content)
+
+    def _write_manifest(self) -> None:
+        counts = total(self._manifest["shards"])
+        content = json.dumps(self._manifest | counts, indent=2) + "\n"
+        write_whole(self.directory / MANIFEST_NAME, content.encode())
+
+    @contextlib.contextmanager
+    def _explaining_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            counts = self.counts
+            raise CapacityError(
+                f"no room left to write to {self.directory}: {error.strerror}; the {counts['num_rows']} rows finished "
+                f"so far ({counts['num_answer_tokens']:,} answer tokens) are safe there",
+                hint="make room and give the same command again: it goes on from there",
+            ) from error
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor of a directory that no other process writes to; the lock goes with it, however it is closed."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"{directory} is being written to by another process", hint="wait for it, or give another output"
+        ) from error
+    return descriptor

@@ -1,0 +1,76 @@
+"""Curves of a run: what TensorBoard and the picture are given, and what happens where their packages are absent."""
+
+import logging
+import sys
+
+import pytest
+
+from peagle.training.curves import TensorBoard, plot
+
+LINES = [
+    {"step": 20, "loss": 5.0, "accuracy_by_depth": [0.1, 0.0], "learning_rate": 1e-3, "steps_per_second": 3.0},
+    {"step": 20, "replay": {"acceptance_length": 1.2, "per_position": [0.2, 0.0], "num_drafts": 10}},
+    {"step": 40, "loss": 3.0, "accuracy_by_depth": [0.4, 0.2], "learning_rate": 5e-4, "steps_per_second": 3.0},
+]
+
+
+def scalars_in(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {
+        name: [(event.step, round(event.value, 4)) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_gets_every_number_of_a_line(tmp_path):
+    board = TensorBoard(tmp_path, 0)
+    for line in LINES:
+        board.log(line)
+    board.close()
+    found = scalars_in(tmp_path)
+    assert found["loss"] == [(20, 5.0), (40, 3.0)]
+    assert found["accuracy_by_depth/1"] == [(20, 0.0), (40, 0.2)]
+    assert found["replay/acceptance_length"] == [(20, 1.2)]
+    assert "step" not in found
+
+
+def test_what_a_killed_process_showed_of_steps_that_are_run_again_is_purged(tmp_path):
+    board = TensorBoard(tmp_path, 0)
+    board.log(LINES[0])
+    board.log(LINES[2])
+    board.close()
+    again = TensorBoard(tmp_path, 20)
+    again.log({**LINES[2], "loss": 2.0})
+    again.close()
+    assert scalars_in(tmp_path)["loss"] == [(20, 5.0), (40, 2.0)]
+
+
+@pytest.mark.parametrize("lines", [LINES, LINES[:1], LINES[1:]])
+def test_the_picture_is_written(tmp_path, lines):
+    assert plot(lines, tmp_path / "curves.png", "a drafter")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_line_has_no_picture(tmp_path):
+    assert not plot([], tmp_path / "curves.png", "a drafter")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_an_absent_package_is_said_once_and_nothing_else_happens(tmp_path, monkeypatch, caplog):
+    for package in ("tensorboard", "matplotlib"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with caplog.at_level(logging.WARNING, logger="peagle"):
+        board = TensorBoard(tmp_path / "tensorboard", 0)
+        for line in LINES:
+            board.log(line)
+        board.close()
+        assert not plot(LINES, tmp_path / "curves.png", "a drafter")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "TensorBoard shows no curves: the package 'tensorboard' is not installed (pip install 'peagle[train]')",
+        "curves.png is not drawn: the package 'matplotlib' is not installed (pip install 'peagle[train]')",
+    ]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,136 @@
+"""Several processes learn what one does. Each test starts real ones, which talk over the loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.errors import ConfigError
+from peagle.training.distributed import World
+from tiny import tiny_target
+from tiny_runs import conversations, ignore, metrics_of, new_trainer, settings
+
+SETTINGS = {"batch_size": 4, "log_every": 1, "num_steps": 4, "save_every": 2, "max_gradient_norm": 0.5}
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    from pathlib import Path
+    import torch
+    torch.set_num_threads(1)
+    sys.path.insert(0, sys.argv[1])
+    from peagle.training.distributed import joined_world, whole_state
+    from tiny import tiny_target
+    from tiny_runs import conversations, ignore, new_trainer, settings
+
+    output, changes = Path(sys.argv[2]), json.loads(sys.argv[3])
+    last_step = changes.pop("stop_after", None)
+
+    def on_step(step, metrics):
+        if step == last_step:
+            sys.exit(7)
+
+    with joined_world() as world:
+        config = settings(output, **changes)
+        world.check(config)
+        trainer = new_trainer(tiny_target(), config, world)
+        trainer.train(conversations(), on_step)
+        state = whole_state(trainer.drafter.state_dict())
+        if world.is_main:
+            torch.save(state, output / "weights.pt")
+    """
+)
+
+
+def run_processes(output: Path, num_processes: int, **changes) -> list[int]:
+    """Train in `num_processes` processes, as torchrun starts them; their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-c", SCRIPT, str(tests), str(output), json.dumps(SETTINGS | changes)]
+    common = os.environ | {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(num_processes)
+    ]
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+    statuses = [process.returncode for process in processes]
+    assert set(statuses) <= {0, 7}, "\n".join(errors)
+    return statuses
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses and weights of one process."""
+    config = settings(tmp_path_factory.mktemp("alone"), **SETTINGS)
+    trainer = new_trainer(tiny_target(), config)
+    trainer.train(conversations(), ignore)
+    return metrics_of(config), trainer.drafter.state_dict()
+
+
+def check_same(alone, output):
+    lines = metrics_of(settings(output))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line, expected in zip(lines, alone[0], strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert line["accuracy_by_depth"] == expected["accuracy_by_depth"]
+    weights = torch.load(output / "weights.pt", weights_only=True)
+    assert weights.keys() == alone[1].keys()
+    for name, tensor in alone[1].items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_have_the_losses_of_one(alone, tmp_path, parallel):
+    assert run_processes(tmp_path, 2, parallel=parallel) == [0, 0]
+    check_same(alone, tmp_path)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_of_two_processes_goes_on_where_it_was_saved(alone, tmp_path, parallel):
+    assert run_processes(tmp_path, 2, parallel=parallel, stop_after=3) == [7, 7]
+    assert not (tmp_path / "weights.pt").exists()
+    assert run_processes(tmp_path, 2, parallel=parallel) == [0, 0]
+    check_same(alone, tmp_path)
+
+
+def test_a_run_of_two_processes_that_shard_is_gone_on_with_by_one(alone, tmp_path):
+    run_processes(tmp_path, 2, parallel="fsdp", stop_after=3)
+    config = settings(tmp_path, **SETTINGS)
+    trainer = new_trainer(tiny_target(), config)
+    assert trainer.step == 2
+    trainer.train(conversations(), ignore)
+    torch.save(trainer.drafter.state_dict(), tmp_path / "weights.pt")
+    check_same(alone, tmp_path)
+
+
+def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
+    config = settings(tmp_path / "alone", method="eagle3", **SETTINGS)
+    trainer = new_trainer(tiny_target(), config)
+    trainer.train(conversations(), ignore)
+    output = tmp_path / "together"
+    assert run_processes(output, 2, parallel="fsdp", method="eagle3") == [0, 0]
+    check_same((metrics_of(config), trainer.drafter.state_dict()), output)
+
+
+def test_micro_batches_of_two_processes_add_up(alone, tmp_path):
+    assert run_processes(tmp_path, 2, micro_batch_size=1) == [0, 0]
+    check_same(alone, tmp_path)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        World(0, 3).check(settings(tmp_path, batch_size=4))
+    assert caught.value.message == "batch_size 4 cannot be shared by 3 processes"
+    assert caught.value.hint == "use a multiple of 3"
+
+
+def test_one_process_is_a_world_of_its_own():
+    assert World.current() == World(0, 1) and World().is_main
+    assert World().total(5) == 5
