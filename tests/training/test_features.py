@@ -16,7 +16,7 @@ from peagle.training.batches import Batches
 from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
 from peagle.training.feature_store import FeatureStore, States
-from peagle.training.features import CachedFeatures, OnlineFeatures, features_for
+from peagle.training.features import CachedFeatures, OnlineFeatures, features_for, is_worth_capturing
 from tiny import tiny_target, tiny_tokenizer
 from tiny_runs import ignore, metrics_of, new_trainer, settings
 
@@ -218,3 +218,39 @@ def test_a_head_that_is_not_known_cannot_be_cached(tmp_path):
         features_for(target, cached_settings(tmp_path), mixed(), World())
     assert caught.value.message.startswith("the head of Odd does something peagle does not know")
     assert caught.value.hint == 'set features to "online"'
+
+
+def test_on_a_cpu_nothing_is_recorded_as_a_graph(target):
+    assert not is_worth_capturing(target)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_recorded_pass_gives_what_a_launched_one_does_batch_after_batch(tmp_path, compiles):
+    target = tiny_target(num_layers=7)
+    target.model.to("cuda")
+    assert is_worth_capturing(target)
+    config = settings(tmp_path, batch_size=3, max_length=256)
+    batches = Batches(mixed(300), config)
+    launched, recorded = (OnlineFeatures(target, compiles=compiles, captures=on) for on in (False, True))
+    for step in range(3):
+        batch = batches.make(step).to(target.device)
+        expected, given = launched(batch), recorded(batch)
+        is_text = batch.document_BT >= 0
+        for one, other in zip(given[:2], expected[:2], strict=True):
+            torch.testing.assert_close(one[is_text], other[is_text], atol=1e-3, rtol=1e-3)
+    assert recorded._captures, "it was not given up"
+
+
+@pytest.mark.gpu
+def test_a_pass_that_waits_for_the_device_is_launched_instead_and_it_is_said(tmp_path, caplog):
+    target = tiny_target(num_layers=7)
+    target.model.to("cuda")
+    target.layers[3].register_forward_hook(lambda module, inputs, output: print(float(inputs[0].sum())))
+    features_of = OnlineFeatures(target, compiles=False, captures=True)
+    batch = Batches(mixed(), settings(tmp_path)).make(0).to(target.device)
+    with caplog.at_level(logging.WARNING, logger="peagle"):
+        features = features_of(batch)
+    assert "cannot be recorded as a CUDA graph" in caplog.text
+    assert features.aux_hidden_BTA.isfinite().all()

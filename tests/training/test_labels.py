@@ -73,6 +73,18 @@ def test_labels_of_some_rows_are_those_with_rows_counted_anew(listing, first, la
 
 def test_a_chunk_has_room_for_the_judges_its_labels_have_on_average():
     """Depths keep 1 + 0.5 + 0.25 + 0.125 of the anchors, so 1.875 labels share a judge."""
-    shape = ChunkShape.of(settings(retention=0.5, num_draft_tokens=4), 1500)
-    assert shape == ChunkShape(1500, 880), "1500 / 1.875 and a tenth more"
-    assert ChunkShape.of(settings()).num_labels == labels_module.LABEL_CHUNK
+    shape = ChunkShape.of(settings(retention=0.5, num_draft_tokens=4))
+    assert shape == ChunkShape(1024, 600, is_fixed=False), "1024 / 1.875 and a tenth more"
+
+
+@pytest.mark.parametrize(("vocab_size", "num_labels"), [(49152, 10240), (151936, 3072), (10**6, 1024)])
+def test_chunks_of_a_gpu_have_one_shape_that_holds_a_gibibyte_of_logits(vocab_size, num_labels):
+    shape = ChunkShape.of(settings(), vocab_size)
+    assert (shape.num_labels, shape.is_fixed) == (num_labels, True)
+
+
+@given(listings())
+def test_chunks_of_a_fixed_shape_are_full_even_where_labels_are_few_or_none(listing):
+    labels = list_labels(*listing, ChunkShape(16, 8, is_fixed=True))
+    assert all((len(chunk.row_N), len(chunk.judge_row_M)) == (16, 8) for chunk in labels.chunks())
+    assert int(labels.weight_N.sum()) == len(listing[0])

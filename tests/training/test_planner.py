@@ -11,7 +11,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from peagle.errors import CapacityError
-from peagle.training import labels
 from peagle.training.batches import Batches
 from peagle.training.p_eagle import _run_layer
 from peagle.training.planner import GIB, Sizes, estimate, plan, planned, saved_values
@@ -170,6 +169,13 @@ def test_the_plan_takes_as_many_rows_as_fit_then_as_few_segments(large, tmp_path
     )
 
 
+def test_a_recorded_pass_of_the_target_keeps_its_memory(small, tmp_path):
+    config = settings(tmp_path, max_length=512, batch_size=64, num_draft_tokens=8)
+    launched, recorded = (estimate(replace(small, target_is_captured=on), config, 64, 1) for on in (False, True))
+    passing = 64 * 512 * 2 * (small.target_transient_values + 3 * 576)
+    assert recorded.total - launched.total == recorded.parts["target activations"] == passing
+
+
 def test_what_the_settings_fix_is_kept(large, tmp_path):
     config = settings(tmp_path, max_length=512, batch_size=16, num_draft_tokens=8, micro_batch_size=4, num_partitions=2)
     found = plan(large, config, 10_000 * GIB)
@@ -206,4 +212,4 @@ def test_on_a_cpu_all_rows_go_at_once_unless_the_settings_say_otherwise(target, 
 def test_the_chunk_of_labels_is_the_one_that_the_losses_are_cut_into(large, tmp_path):
     found = estimate(large, settings(tmp_path, **LONG), 1, 8)
     assert found.phase == "loss"
-    assert found.parts["logits chunk"] > 2 * 2 * labels.label_chunk(128256, "cuda") * 128256
+    assert found.parts["logits chunk"] > 2 * 2 * 4096 * 128256

@@ -352,7 +352,7 @@ def test_the_recipe_goes_from_prompts_to_a_replayed_drafter(data, tmp_path, monk
     given = written(tmp_path / "given.jsonl", *({"prompt": f"the user asks {n}"} for n in range(40)))
     work = tmp_path / "work"
     common = ["--work", str(work), "--max-batch", "8", "--max-length", "240"]
-    recipe.main(["synthesize", *common, "--given", str(given), "--num-tokens", "400", "--keep-cut"])
+    recipe.main(["synthesize", *common, "--given", str(given), "--num-tokens", "400"])
     recipe.main(["answer", *common, "--prompts", f"asked={given}"])
     few = ["num_steps=2", "batch_size=2", "num_layers=1", 'compile="off"']
     recipe.main(["train", "replay", *common, "--settings", *few])

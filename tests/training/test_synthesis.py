@@ -8,7 +8,7 @@ import pytest
 
 from peagle.drafter.card import TargetIdentity
 from peagle.engine.feed import Feed
-from peagle.errors import ConfigError, DataError, RequestError
+from peagle.errors import ConfigError, DataError, RequestError, TargetError
 from peagle.training.generation import Dialog, Job, SynthesisConfig, Until
 from peagle.training.shard_writer import ShardWriter
 from peagle.training.shards import open_shards
@@ -130,10 +130,15 @@ def test_rows_hold_the_tokens_that_were_asked_and_answered_and_train_the_answer_
     assert shard.temperatures.tolist() == pytest.approx([asked.params.temperature])
 
 
-def test_cut_answers_are_kept_on_request(target, tmp_path):
-    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), keep_cut=True)
-    generator = ScriptedGenerator(target, [spoken(target, "What is the use?")], [answer(3)[:-1]])
-    assert run(target, tmp_path, generator, config)["num_rows"] == 1
+def test_cut_and_looping_answers_are_kept_on_request(target, tmp_path):
+    questions = [spoken(target, f"the question number {n}") for n in range(3)]
+    answers = [answer(3)[:-1], [30, 31, 32, 33] * 12 + [2], [30, 31, 32, 33] * 12]
+    for number, (kept, num_rows) in enumerate((({"keep_cut": True}, 1), ({"keep_loops": True}, 1))):
+        config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), **kept)
+        counts = run(target, tmp_path / str(number), ScriptedGenerator(target, questions, answers), config)
+        assert counts["num_rows"] == num_rows
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), keep_cut=True, keep_loops=True)
+    assert run(target, tmp_path / "both", ScriptedGenerator(target, questions, answers), config)["num_rows"] == 3
 
 
 def test_questions_begin_right_after_the_header_of_a_user_turn_under_every_system_prompt(target, tmp_path):
@@ -276,6 +281,11 @@ def test_templates_without_boundaries_are_refused_with_the_reason(target, templa
     with pytest.raises(DataError) as caught:
         on_template(target, template, lambda: check(target, plain))
     assert words in caught.value.message
+
+
+def test_a_target_without_a_chat_template_is_refused(target):
+    with pytest.raises(TargetError, match="the target's tokenizer has no chat template"):
+        on_template(target, None, lambda: check(target, CONFIG))
 
 
 def test_a_given_prompt_that_the_template_refuses_is_named_by_its_line(target, tmp_path):

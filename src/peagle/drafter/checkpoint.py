@@ -91,7 +91,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
 
 
 def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
-    """The directory meant by `path`, None and bare names being shipped ones; refused where it is no drafter directory."""
+    """The directory meant by `path`, None and bare names being shipped ones; refused where no drafter is in it."""
     if path is None:
         if target.shipped_drafter is None:
             raise CheckpointError(

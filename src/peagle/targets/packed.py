@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PACKED = "peagle_packed"
 BLOCK = 128  # tokens a block of FlexAttention; a row shorter than one is attended with a dense mask
+NARROWEST = 16  # heads that FlexAttention's kernels take
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a function faster without changing what it does; the identity where there is no compiler."""
@@ -209,7 +210,7 @@ def block_mask(document_BT: Tensor, window: int) -> BlockMask:
     num_tokens = document_BT.shape[1]
     padding = -num_tokens % BLOCK
     runs_BT = (document_BT.diff(dim=1, prepend=document_BT[:, :1]) != 0).cumsum(1)
-    runs_BQt = functional.pad(runs_BT, (0, padding), mode="replicate").unflatten(1, (-1, BLOCK))
+    runs_BQt = torch.cat([runs_BT, runs_BT[:, -1:].expand(-1, padding)], dim=1).unflatten(1, (-1, BLOCK))
     first_BQ, last_BQ = runs_BQt[..., 0], runs_BQt[..., -1]
     index_Q = torch.arange(first_BQ.shape[1], device=document_BT.device)
     distance_QQ = (index_Q[:, None] - index_Q) * BLOCK
@@ -267,7 +268,8 @@ def _attend_packed(
         if unknown:
             raise TargetError(f"it gives its attention {', '.join(unknown)}")
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = _attend_dense if packed_rows.blocks is None else _attend_blocks
+    is_dense = packed_rows.blocks is None or query_BHTE.shape[-1] < NARROWEST
+    attend = _attend_dense if is_dense else _attend_blocks
     attended_BHTE = attend(query_BHTE, key_BGTE, value_BGTE, packed_rows, window, scale, softcap, s_aux)
     return attended_BHTE.transpose(1, 2), None
 

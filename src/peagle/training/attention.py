@@ -115,7 +115,10 @@ def block_mask(ranges: Ranges, blocks: Blocks, num_context: int) -> BlockMask:
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | BlockMask) -> Tensor:
     """Attention [B, H, S, E] of queries over keys and values [B, H_kv, C + S, E], where `seen` says so."""
     if isinstance(seen, BlockMask):
-        attended = flex_attention(query, key, value, block_mask=seen, enable_gqa=True)
+        # Half a block of keys at a time: with whole ones, scores and mask together do not fit into a GPU's registers.
+        attended = flex_attention(
+            query, key, value, block_mask=seen, enable_gqa=True, kernel_options={"BLOCK_N": BLOCK // 2}
+        )
         assert isinstance(attended, Tensor), "nothing else was asked for"
         return attended
     # Heads are repeated by hand: torch's fused kernels take a mask or grouped heads, not both.

@@ -101,10 +101,10 @@ class Batches:
         config: TrainConfig,
         rank: int = 0,
         world_size: int = 1,
-        label_chunk: int | None = None,
+        chunk_shape: ChunkShape | None = None,
     ) -> None:
         self.conversations, self.config, self.rank, self.world_size = conversations, config, rank, world_size
-        self._chunk_shape = ChunkShape.of(config, label_chunk)
+        self._chunk_shape = chunk_shape or ChunkShape.of(config)
         self.packing = Packing([len(row) for row in conversations], config.max_length, config.seed)
 
     def documents(self, step: int) -> list[int]:

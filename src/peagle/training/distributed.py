@@ -40,6 +40,8 @@ def joined_world() -> "Iterator[World]":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
+    if dist.get_rank():
+        logging.getLogger("peagle").setLevel(logging.WARNING)  # the first process tells of the choices of all
     try:
         yield World(dist.get_rank(), dist.get_world_size())
     finally:

@@ -4,21 +4,28 @@ Shapes: B rows, T tokens, A concatenated aux width, D target width, N labels, V 
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from peagle.errors import ConfigError
+from peagle.targets.captured import CapturedPass
 from peagle.targets.hf import HFTarget
-from peagle.targets.packed import PackedTarget, TargetHead
+from peagle.targets.packed import PackedOutput, PackedTarget, TargetHead
 from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
 from peagle.training.feature_store import FeatureStore, States, Text
 from peagle.training.objective import is_compiled
+
+log = logging.getLogger(__name__)
+
+SMALL_TARGET_BYTES = 2**31
 
 
 class PackedText(Protocol):
@@ -58,18 +65,45 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """The target runs in this process, once for each micro-batch; nothing is kept."""
+    """The target runs in this process, once for each micro-batch. What it gave is overwritten by the next one.
 
-    def __init__(self, target: HFTarget, *, compiles: bool | None = None) -> None:
+    `compiles` and `captures` (in a CUDA graph) say how; by default what is fastest for the target where it is.
+    """
+
+    def __init__(self, target: HFTarget, *, compiles: bool | None = None, captures: bool | None = None) -> None:
         compiles = target.device.type == "cuda" if compiles is None else compiles
         self._packed = PackedTarget(target, functools.partial(torch.compile, dynamic=False) if compiles else None)
+        self._captures = (compiles and is_worth_capturing(target)) if captures is None else captures
+        self._captures = self._captures and self._packed.can_pack
+        self._captured: dict[torch.Size, CapturedPass[PackedOutput]] = {}
 
     def prepare(self, batch: PackedText) -> None:
         """There is nothing to fetch."""
 
     def __call__(self, batch: PackedText) -> Features:
-        output = self._packed.forward(batch.token_ids_BT, batch.document_BT, batch.position_BT)
+        text = (batch.token_ids_BT, batch.document_BT, batch.position_BT)
+        shape = batch.token_ids_BT.shape
+        if self._captures and shape not in self._captured:
+            try:
+                self._captured[shape] = CapturedPass(self._packed.forward, *text)
+            except RuntimeError as error:
+                log.warning("the target's pass cannot be recorded as a CUDA graph, so it is launched: %s", error)
+                self._captures = False
+        output = self._captured[shape](*text) if self._captures else self._packed.forward(*text)
         return Features(output.aux_hidden_BTA, output.last_hidden_BTD, self._packed.head)
+
+
+def is_worth_capturing(target: HFTarget) -> bool:
+    """Whether its launches take longer than its arithmetic: a small model, all of it here, without experts.
+
+    Experts are chosen by looking at values, which a graph cannot.
+    """
+    config = target.model.config.get_text_config()
+    parameters = list(target.model.parameters())
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    is_whole = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    has_experts = bool(getattr(config, "num_experts_per_tok", None))
+    return target.device.type == "cuda" and num_bytes < SMALL_TARGET_BYTES and is_whole and not has_experts
 
 
 class CachedFeatures:

@@ -69,7 +69,7 @@ class Dialog(NamedTuple):
 
 @dataclass(frozen=True)
 class SynthesisConfig:
-    """How the target's own questions and answers are made. Answers to equal settings are comparable."""
+    """How the target's own questions and answers are made."""
 
     max_length: int = 512
     """tokens a row, question and answer"""
@@ -86,6 +86,8 @@ class SynthesisConfig:
     """answers that are shorter are dropped"""
     keep_cut: bool = False
     """keep answers that reached max_length before they came to an end"""
+    keep_loops: bool = False
+    """keep answers that end in a passage said again and again, as greedy answers of small targets do"""
     given_share: float = 0.15
     """share of the answers that go to given prompts, as long as there are any"""
     num_held_out: int = 0

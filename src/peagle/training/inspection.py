@@ -102,11 +102,11 @@ def _spread(values: npt.NDArray[np.int64]) -> dict[str, float]:
 
 def _histogram(values: npt.NDArray[np.int64]) -> list[dict[str, int]]:
     """Bins of equal width: lengths from `from` up to, without, `below`."""
-    width = max(1, -(-(int(values.max()) + 1) // NUM_BINS))
-    counts = np.bincount(values // width)
+    least = int(values.min())
+    width = -(-(int(values.max()) + 1 - least) // NUM_BINS)
     return [
-        {"from": index * width, "below": (index + 1) * width, "count": count}
-        for index, count in enumerate(counts.tolist())
+        {"from": least + index * width, "below": least + (index + 1) * width, "count": count}
+        for index, count in enumerate(np.bincount((values - least) // width).tolist())
     ]
 
 

@@ -16,19 +16,10 @@ from torch import Tensor
 from peagle.training.cod import max_num_slots
 from peagle.training.config import TrainConfig
 
-LABEL_CHUNK = 4096  # labels that are projected to the vocabulary at a time, where nothing is known of their memory
-LABEL_MULTIPLE = 64  # what fits into one chunk is only padded to a multiple of this
+LABEL_CHUNK = 1024  # labels that are projected to the vocabulary at a time, on a CPU
+LABEL_MULTIPLE = 64  # there, what fits into one chunk is only padded to a multiple of this
+CHUNK_VALUES = 2**29  # logits of a chunk on a GPU: 1 GiB, because few launches count more
 JUDGE_SPARE = 1.1  # room for this many more judges in a chunk than its labels have on average
-CHUNK_VALUES = {"cuda": 2**29, "cpu": 2**26}  # logits of a chunk: 1 GiB on a GPU, where few launches count more
-
-
-def label_chunk(vocab_size: int, device_type: str) -> int:
-    """Labels of a chunk, for a drafter of so many tokens.
-
-    >>> label_chunk(49152, "cuda"), label_chunk(151936, "cuda"), label_chunk(49152, "cpu")
-    (10240, 3072, 1024)
-    """
-    return max(1, CHUNK_VALUES.get(device_type, CHUNK_VALUES["cpu"]) // vocab_size // 1024) * 1024
 
 
 class ChunkShape(NamedTuple):
@@ -36,14 +27,17 @@ class ChunkShape(NamedTuple):
 
     num_labels: int
     num_judges: int
+    is_fixed: bool = False
+    """every chunk has room for just so many, because it is compiled for them"""
 
     @classmethod
-    def of(cls, config: TrainConfig, num_labels: int | None = None) -> "ChunkShape":
-        """Room for `num_labels` (by default `LABEL_CHUNK`) and for as many judges as they have on average."""
-        num_labels = num_labels or LABEL_CHUNK
+    def of(cls, config: TrainConfig, vocab_size: int | None = None) -> "ChunkShape":
+        """Chunks for a CPU or, of a drafter with `vocab_size` tokens, for a GPU; with judges as are usual for labels."""
+        num_labels = LABEL_CHUNK if vocab_size is None else max(1, CHUNK_VALUES // vocab_size // 1024) * 1024
         cod = (config.num_draft_tokens, config.retention, config.retention_floor)
         labels_per_judge = max_num_slots(1000, *cod) / 1000
-        return cls(num_labels, _round_up(int(num_labels / labels_per_judge * JUDGE_SPARE), LABEL_MULTIPLE))
+        num_judges = _round_up(int(num_labels / labels_per_judge * JUDGE_SPARE), LABEL_MULTIPLE)
+        return cls(num_labels, num_judges, vocab_size is not None)
 
 
 class Labels(NamedTuple):
@@ -81,12 +75,13 @@ def list_labels(row_N: Tensor, slot_N: Tensor, depth_N: Tensor, judge_N: Tensor,
     is_next_N[1:] = (row_N[1:] != row_N[:-1]) | (judge_N[1:] != judge_N[:-1])
     number_N = is_next_N.cumsum(0) - 1
     num_judges = int(number_N[-1]) + 1 if num_labels else 0
-    sizes: tuple[int, int] = shape
-    if num_labels <= shape.num_labels and num_judges <= shape.num_judges:
-        sizes = (_round_up(max(1, num_labels), LABEL_MULTIPLE), _round_up(max(1, num_judges), LABEL_MULTIPLE))
-        ends = [0, num_labels]
-    else:
+    sizes = shape[:2]
+    if num_labels > shape.num_labels or num_judges > shape.num_judges:
         ends = _chunk_ends(number_N, *sizes)
+    else:
+        ends = [0, num_labels]
+        if not shape.is_fixed:
+            sizes = (_round_up(max(1, num_labels), LABEL_MULTIPLE), _round_up(max(1, num_judges), LABEL_MULTIPLE))
     judged_N = is_next_N.nonzero()[:, 0]
     num_chunks = len(ends) - 1
     of_labels = [row_N.new_zeros(num_chunks, sizes[0]) for _ in range(5)]

@@ -26,6 +26,7 @@ from peagle.drafter.slots import Slots, slot_inputs
 from peagle.training.attention import attend, block_mask, blocks_seen, dense_mask
 from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
+from peagle.training.labels import Labels
 from peagle.training.losses import LabelLoss
 from peagle.training.objective import compiled, is_compiled
 from peagle.training.partition import Segment
@@ -47,10 +48,9 @@ class ParallelObjective:
         has_blocks = device.type == "cuda" and is_compiled(config, device)
         self._see = self._see_blocks if has_blocks else compiled(dense_mask, config, device)
         self._blocks_seen = compiled(blocks_seen, config, device)
-        self._fuse, self._enter, self._leave = (
-            compiled(part, config, device) for part in (_fused, _slot_inputs, _states_of)
+        self._fuse, self._enter, self._layer, self._norm = (
+            compiled(part, config, device) for part in (_fused, _slot_inputs, _run_layer, _normed)
         )
-        self._layer = compiled(_run_layer, config, device)
 
     def accumulate(self, batch: Batch, features: "Features", num_labels: float) -> tuple[Tensor, Tensor]:
         """See `Objective`."""
@@ -68,7 +68,8 @@ class ParallelObjective:
         for segment, labels in reversed(batch.parts):
             with autocast():
                 states_BSD, key_values = self._run(batch.token_ids_BT, leaves, segment, context)
-                states_ND = self._leave(self.drafter.norm, states_BSD, labels.row_N, labels.slot_N)
+                # Not compiled with the norm: batches differ in the number of labels.
+                states_ND = _states_of(self._norm(self.drafter.norm, states_BSD), labels)
             gradient_ND, loss, sums = self.label_loss.accumulate(states_ND, labels, features, num_labels)
             results.append((loss, sums))
             outputs, gradients = [states_ND], [gradient_ND]
@@ -160,11 +161,14 @@ def _run_layer(
     return state, own[0], own[1]
 
 
-def _states_of(norm: nn.Module, states_BSD: Tensor, row_N: Tensor, slot_N: Tensor) -> Tensor:
-    """Normed states of the slots with a label."""
-    index_N = row_N * states_BSD.shape[1] + slot_N
-    states_ND: Tensor = norm(states_BSD.flatten(0, 1).index_select(0, index_N))
-    return states_ND
+def _normed(norm: nn.Module, states_BSD: Tensor) -> Tensor:
+    normed_BSD: Tensor = norm(states_BSD)
+    return normed_BSD
+
+
+def _states_of(states_BSD: Tensor, labels: Labels) -> Tensor:
+    """States of the slots with a label."""
+    return states_BSD.flatten(0, 1).index_select(0, labels.row_N * states_BSD.shape[1] + labels.slot_N)
 
 
 def _gradients_of(segment: Segment, gradient_BHTE: Tensor, num_slots: int) -> Tensor:

@@ -25,7 +25,9 @@ from peagle.targets.hf import HFTarget
 from peagle.training.batches import SLOT_MULTIPLE
 from peagle.training.cod import max_num_slots
 from peagle.training.config import TrainConfig
-from peagle.training.labels import ChunkShape, label_chunk
+from peagle.training.features import is_worth_capturing
+from peagle.training.labels import ChunkShape
+from peagle.training.objective import is_compiled
 from peagle.training.partition import segment_size
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class Sizes:
     """parameters of one layer of the drafter, the largest"""
     value_bytes: int
     """of an activation"""
+    target_is_captured: bool = False
+    """its pass is recorded as a graph, which keeps the memory of its activations"""
     num_processes: int = 1
     shards_layers: bool = False
 
@@ -68,6 +72,7 @@ class Sizes:
             num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
             layer_parameters=max(sum(part.numel() for part in layer.parameters()) for layer in drafter.layers),
             value_bytes=2 if target.dtype in (torch.bfloat16, torch.float16) else 4,
+            target_is_captured=is_compiled(config, target.device) and is_worth_capturing(target),
             num_processes=num_processes,
             shards_layers=config.parallel == "fsdp" and num_processes > 1,
         )
@@ -119,26 +124,15 @@ def estimate(sizes: Sizes, config: TrainConfig, micro_batch_size: int, num_parti
     before = gradients if accumulates else 0
     # A layer's own are made beside those they are added to.
     layer_gradients = before + 4 * sizes.layer_parameters
+    # The aux states lie beside each other for a moment before they are joined.
+    passing = tokens * value * (sizes.target_transient_values + num_aux * width) if config.features == "online" else 0
+    kept = {"target states": states, "target activations": passing if sizes.target_is_captured else 0}
     phases: dict[str, dict[str, int]] = {
-        "target": weights
-        | {
-            "gradients": before,
-            "target states": states,
-            # The aux states lie beside each other for a moment before they are joined.
-            "target activations": tokens * value * (sizes.target_transient_values + num_aux * width)
-            if config.features == "online"
-            else 0,
-        },
+        "target": weights | {"gradients": before, "target states": states, "target activations": passing},
         "loss": weights
-        | {
-            "gradients": before,
-            "target states": states,
-            "drafter activations": activations,
-            "logits chunk": _logits(sizes, config),
-        },
-        "backward": weights
-        | {"gradients": layer_gradients, "target states": states, "drafter activations": activations + transient},
-        "update": weights | {"gradients": gradients},
+        | {"gradients": before, **kept, "drafter activations": activations, "logits chunk": _logits(sizes, config)},
+        "backward": weights | {"gradients": layer_gradients, **kept, "drafter activations": activations + transient},
+        "update": weights | {"gradients": gradients, **kept},
     }
     fullest = max(phases, key=lambda name: sum(phases[name].values()))
     return Estimate(micro_batch_size, num_partitions, fullest, phases[fullest])
@@ -267,7 +261,7 @@ def _dense_masks(config: TrainConfig, micro_batch_size: int) -> int:
 def _logits(sizes: Sizes, config: TrainConfig) -> int:
     """Logits of a chunk of labels and their gradients, and those of its judges; an own head's copy and gradients."""
     drafter = sizes.drafter
-    chunk = ChunkShape.of(config, label_chunk(drafter.draft_vocab_size, "cuda"))
+    chunk = ChunkShape.of(config, drafter.draft_vocab_size)
     logits = sizes.value_bytes * (
         2 * chunk.num_labels * drafter.draft_vocab_size + chunk.num_judges * drafter.vocab_size
     )

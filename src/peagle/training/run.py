@@ -49,8 +49,8 @@ def train_drafter(
     An unfinished run of the same settings is continued. Where there are held-out conversations, acceptance is replayed
     at every save and recorded in the metrics and the card. In the end the directory is loaded again, and must replay
     to what the drafter in memory does. Of several processes (see `distributed.py`) all take part, and the first one
-    writes. Nothing is written before settings and data were checked, except for the
-    answers to a file of prompts, which `answer_prompts` has the target write.
+    writes. Nothing is written before settings and data were checked, except for the answers to a file of prompts,
+    which `answer_prompts` has the target write.
     """
     world = World.current()
     world.check(config)

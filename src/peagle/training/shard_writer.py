@@ -234,9 +234,11 @@ def _locked(directory: Path) -> int:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         raise ConfigError(
             f"{directory} is being written to by another process", hint="wait for it, or give another output"
         ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.info("%s cannot be locked (%s): let no other process write to it", directory, error.strerror)
     return descriptor

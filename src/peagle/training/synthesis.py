@@ -115,7 +115,7 @@ class _Synthesis:
         self._max_length = config.max_length
         self._writer, self._held_out = writer, held_out
         self._answer_end = answer_end(self._tokenizer)
-        self._openings = _openings(self._tokenizer, config)
+        self._openings = _openings(self._tokenizer, config, says_so=True)
         # A new run draws other numbers, else it would write the questions of the first one once more.
         self._chance = random.Random(f"{config.seed}/{writer.num_runs}")
         self._seen = writer.keys | (held_out.keys if held_out else set())
@@ -270,7 +270,7 @@ class _Synthesis:
     def _fault(self, token_ids: TokenIds, is_ended: bool) -> str | None:
         if len(token_ids) < self._config.min_answer_tokens:
             return "answer: short"
-        if loops(token_ids[: len(token_ids) - is_ended]):
+        if not self._config.keep_loops and loops(token_ids[: len(token_ids) - is_ended]):
             return "answer: loops"
         return None if is_ended or self._config.keep_cut else "answer: cut"
 
@@ -295,8 +295,10 @@ def loops(token_ids: TokenIds) -> bool:
     return content[-compared:] == content[-compared - period : -period] and compared + period <= len(content)
 
 
-def _openings(tokenizer: "PreTrainedTokenizerBase", config: SynthesisConfig) -> list[tuple[list[int], int]]:
-    """Beginnings of a user turn, one for each system prompt that the template takes."""
+def _openings(
+    tokenizer: "PreTrainedTokenizerBase", config: SynthesisConfig, *, says_so: bool = False
+) -> list[tuple[list[int], int]]:
+    """Beginnings of a user turn, one for each system prompt that the template takes; those it refuses are logged."""
     openings, refusal = [], None
     for system_prompt in config.system_prompts:
         try:
@@ -306,12 +308,13 @@ def _openings(tokenizer: "PreTrainedTokenizerBase", config: SynthesisConfig) -> 
     if refusal is not None:
         if not openings:
             raise refusal
-        log.info(
-            "questions are asked under %d of the %d system prompts: %s",
-            len(openings),
-            len(config.system_prompts),
-            refusal.message,
-        )
+        if says_so:
+            log.info(
+                "questions are asked under %d of the %d system prompts: %s",
+                len(openings),
+                len(config.system_prompts),
+                refusal.message,
+            )
     longest = max(len(token_ids) for token_ids, _ in openings)
     if longest + SHORTEST_QUESTION > config.max_length:
         raise ConfigError(

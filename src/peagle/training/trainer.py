@@ -19,7 +19,7 @@ from peagle.training.batches import Batch, Batches
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
 from peagle.training.features import FeatureSource
-from peagle.training.labels import label_chunk
+from peagle.training.labels import ChunkShape
 from peagle.training.objective import Objective
 from peagle.training.optimizers import make_optimizer
 from peagle.training.resume import Progress, RunState
@@ -68,8 +68,9 @@ class Trainer:
         measurements, which go to the metrics file. One that an interruption kept from being made is made first.
         Of several processes each takes its share of the batches, and all call `on_save` together.
         """
-        chunk = label_chunk(self.drafter.config.draft_vocab_size, self.device.type)
-        self._batches = Batches(conversations, self.config, self.world.rank, self.world.size, chunk)
+        vocab_size = self.drafter.config.draft_vocab_size if self.device.type == "cuda" else None
+        chunks = ChunkShape.of(self.config, vocab_size)
+        self._batches = Batches(conversations, self.config, self.world.rank, self.world.size, chunks)
         self.drafter.train()
         started, first_step = time.monotonic(), self.step
         try:
