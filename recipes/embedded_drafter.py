@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-tokens", type=int, default=None, help="stop at so many answer tokens")
     parser.add_argument("--max-batch", type=int, default=None, help="by default 1024 on a GPU, 16 on a CPU")
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--keep-cut", action="store_true", help="keep answers that reach max-length")
+    parser.add_argument("--strict", action="store_true", help="drop answers that reach max-length or loop")
     parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of the training: TrainConfig")
     parser.add_argument("--output", default="drafter", help="name of the drafter's directory inside --work")
     arguments = parser.parse_args(argv)
@@ -69,7 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_training_text(target: HFTarget, arguments: argparse.Namespace) -> None:
-    config = SynthesisConfig(max_length=arguments.max_length, keep_cut=arguments.keep_cut, num_held_out=NUM_HELD_OUT)
+    config = SynthesisConfig(
+        max_length=arguments.max_length,
+        keep_cut=not arguments.strict,
+        keep_loops=not arguments.strict,
+        num_held_out=NUM_HELD_OUT,
+    )
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
     until = Until(seconds=arguments.seconds, num_tokens=arguments.num_tokens)
     identity, settings = TargetIdentity.of(target), dataclasses.asdict(config)

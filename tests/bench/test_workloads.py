@@ -5,7 +5,14 @@ import json
 
 import pytest
 
-from peagle.bench.workloads import HUMANEVAL_INSTRUCTION, Prompt, read_prompts, workload_kind, workload_name
+from peagle.bench.workloads import (
+    HUMANEVAL_INSTRUCTION,
+    Prompt,
+    read_dialogs,
+    read_prompts,
+    workload_kind,
+    workload_name,
+)
 from peagle.errors import ConfigError, DataError
 
 
@@ -138,3 +145,38 @@ def test_empty_missing_and_damaged_files_are_refused(tmp_path):
     (tmp_path / "plain").write_text("Tell me a story\n")
     error = refusal(tmp_path / "plain")
     assert f"{tmp_path / 'plain'}:1: not valid JSON" in error.message and ".txt file with one prompt" in error.hint
+
+
+def test_dialogs_keep_all_turns_and_name_their_line(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl",
+        {"question_id": 81, "turns": ["first", "second"]},
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "gpt", "value": "b"},
+                {"from": "human", "value": "c"},
+            ]
+        },
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+        {"task_id": "HumanEval/0", "prompt": "def f():\n"},
+    )
+    dialogs = read_dialogs(path)
+    assert [dialog.where for dialog in dialogs] == [f"{path}:{line}" for line in range(1, 5)]
+    spoken = [[(message["role"], message["content"]) for message in dialog.messages] for dialog in dialogs]
+    assert spoken == [
+        [("user", "first"), ("user", "second")],
+        [("user", "a"), ("assistant", "b"), ("user", "c")],
+        [("system", "s"), ("user", "u")],
+        [("user", HUMANEVAL_INSTRUCTION + "def f():\n")],
+    ]
+    assert read_dialogs(path, limit=2) == dialogs[:2]
+    with pytest.raises(ConfigError, match="limit must be at least 1"):
+        read_dialogs(path, limit=0)
+
+
+def test_a_dialog_with_an_empty_later_turn_is_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"turns": ["first", "  "]})
+    assert len(read_prompts(path)) == 1
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt is empty \(turns row\)"):
+        read_dialogs(path)

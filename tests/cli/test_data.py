@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -100,6 +101,23 @@ def test_synthesize_killed_in_the_middle_goes_on_without_loss_or_repetition(peag
     assert len(finished) == 16 and saved.items() <= finished.items()
     asked = {question_key(f"the user asks {n}") for n in range(NUM_PROMPTS)}
     assert finished.keys() <= asked, "different prompts of those given"
+
+
+def test_a_full_disk_in_the_middle_is_explained_and_the_same_command_goes_on(peagle, on_target, prompts, tmp_path):
+    command = ("data", "regenerate", "--prompts", prompts, "--output", tmp_path / "out", *SHORT, *on_target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))  # no file may grow beyond this
+    try:
+        result = peagle(*command, "--max-batch", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    saved = rows_of(tmp_path / "out")
+    assert result.status == 2 and 0 < len(saved) < NUM_PROMPTS
+    assert f"no room left to write to {tmp_path / 'out'}" in result.err and f"the {len(saved)} rows" in result.err
+    assert "give the same command again: it goes on from there" in result.err
+    assert peagle(*command).status == 0
+    finished = rows_of(tmp_path / "out")
+    assert sorted(finished) == list(range(NUM_PROMPTS)) and saved.items() <= finished.items()
 
 
 def test_a_finished_command_given_again_does_nothing_and_says_the_same(peagle, on_target, prompts, tmp_path):

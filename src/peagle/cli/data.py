@@ -196,7 +196,10 @@ def answer_dialogs(
         counts = writer.counts
         if len(writer.keys) < len(dialogs):
             with report.running(target, config.max_length, max_batch) as feed:
-                counts = regeneration.regenerate(feed, writer, dialogs, config, report.update)
+                # A prompt that was dropped is done, too.
+                counts = regeneration.regenerate(
+                    feed, writer, dialogs, config, lambda counts: report.update(counts, len(writer.keys))
+                )
         writer.finish()
     return counts, report
 
@@ -226,14 +229,17 @@ class Report:
     def _starting(self, what: str, num_done: int, num_parts: int) -> None:
         self._progress.update(self._task, description=f"starting the engine: {what} ({num_done} of {num_parts})")
 
-    def update(self, counts: dict[str, Any]) -> None:
+    def update(self, counts: dict[str, Any], num_done: int | None = None) -> None:
+        """Show counts; `num_done` is how far the bar is, by default what `until` says of them."""
         now = time.monotonic()
         self.seconds, self._last_tokens = now - self._started, counts["num_answer_tokens"]
         if self._feed is None or now - self._shown < SECONDS_BETWEEN_LOOKS:
             return
         self._shown = now
-        done = self.seconds
-        if self._until.num_answers is not None:
+        done: float = self.seconds
+        if num_done is not None:
+            done = num_done
+        elif self._until.num_answers is not None:
             done = counts["num_rows"]
         elif self._until.num_tokens is not None:
             done = counts["num_answer_tokens"]

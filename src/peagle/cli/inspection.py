@@ -64,11 +64,17 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
 
 
 def _length_rows(document: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(f"{part['from']} to {part['below'] - 1}", part["count"]) for part in document["length_histogram"]]
+    return [(_interval(part["from"], part["below"] - 1), part["count"]) for part in document["length_histogram"]]
+
+
+def _interval(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def _bars(title: str, rows: list[tuple[str, int]]) -> Table:
     table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     most = max(count for _, count in rows)
     for label, count in rows:
         table.add_row(Text(label), f"{count:,}", "\u2588" * -(-count * BAR_WIDTH // most))
