@@ -139,15 +139,16 @@ def our_logits(drafter: Any, inputs: dict[str, Tensor], anchor: Tensor, depth: T
 
 def our_loss(drafter: Any, logits_SU: Tensor, inputs: dict[str, Tensor], judged: dict[str, Tensor]) -> float:
     """Our KL over the slots that count in theirs. The target's opinion of label i is its logits row i - 1."""
-    from peagle.training.losses import slot_losses
+    from peagle.training.losses import judge_slots
 
     counted_S = judged["in_loss"].bool()
     label_N = (judged["anchor"] + judged["depth"] + 2)[counted_S]
     num_draft_ids = drafter.config.draft_vocab_size
     is_pruned = num_draft_ids < drafter.config.vocab_size
     draft_to_target_U = drafter.to_target_ids(torch.arange(num_draft_ids)) if is_pruned else None
-    loss_N, _ = slot_losses(logits_SU[counted_S], inputs["target_logits"][label_N - 1], draft_to_target_U, "kl")
-    return float(loss_N.mean())
+    share_N = torch.ones(len(label_N))
+    judged = judge_slots(logits_SU[counted_S], inputs["target_logits"], label_N - 1, draft_to_target_U, "kl", share_N)
+    return float(judged.loss_N.mean())
 
 
 def compare(drafter: Any, inputs: dict[str, Tensor], judged: dict[str, Tensor]) -> Agreement:

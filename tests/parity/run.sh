@@ -126,6 +126,8 @@ if (($# == 0)); then
 fi
 judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
     --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
+judge "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
+    "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
 judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
     --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
 

@@ -109,8 +109,10 @@ def test_tokens_ruled_out_by_both_leave_the_loss_and_its_gradient_finite():
     assert found.loss_N.isfinite().all() and found.gradient_NU.isfinite().all()
 
 
-def test_a_drafter_that_went_wrong_is_not_given_a_perfect_loss():
-    assert judged(torch.full((1, 4), float("nan")), logits(1, 4)).loss_N.isnan().all()
+def test_neither_a_drafter_nor_a_target_that_went_wrong_gives_a_perfect_loss():
+    wrong = torch.full((1, 4), float("nan"))
+    assert judged(wrong, logits(1, 4)).loss_N.isnan().all()
+    assert judged(logits(1, 4), wrong).loss_N.isnan().all()
 
 
 def test_a_slot_without_a_share_passes_no_gradient_even_where_it_went_wrong():

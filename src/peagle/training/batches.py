@@ -6,6 +6,7 @@ and of no process: each of several takes its share of the same rows.
 Shapes: B rows, T tokens, S slots of a segment, N slots with a label.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -233,11 +234,14 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     """A copy on `device`: one transfer for each type of number."""
     tensors = _tensors(batch)
     parts: dict[torch.dtype, Iterator[Tensor]] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        flat = torch.cat([tensor.flatten() for tensor in tensors if tensor.dtype == dtype])
-        flat = flat.pin_memory() if device.type == "cuda" else flat
-        sizes = [tensor.numel() for tensor in tensors if tensor.dtype == dtype]
-        parts[dtype] = iter(flat.to(device, non_blocking=True).split(sizes))
+    is_cuda = device.type == "cuda"
+    # Memory is pinned for the thread's current GPU, which in a new thread is the first one.
+    with torch.cuda.device(device) if is_cuda else contextlib.nullcontext():
+        for dtype in {tensor.dtype for tensor in tensors}:
+            flat = torch.cat([tensor.flatten() for tensor in tensors if tensor.dtype == dtype])
+            flat = flat.pin_memory() if is_cuda else flat
+            sizes = [tensor.numel() for tensor in tensors if tensor.dtype == dtype]
+            parts[dtype] = iter(flat.to(device, non_blocking=True).split(sizes))
     copy: Batch = _mapped(batch, lambda tensor: next(parts[tensor.dtype]).view(tensor.shape))
     return copy
 

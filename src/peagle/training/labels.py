@@ -32,7 +32,7 @@ class ChunkShape(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainConfig, vocab_size: int | None = None) -> "ChunkShape":
-        """Chunks for a CPU or, of a drafter with `vocab_size` tokens, for a GPU; with judges as are usual for labels."""
+        """Chunks for a CPU or, with the `vocab_size` of a drafter, for a GPU; with as many judges as are usual."""
         num_labels = LABEL_CHUNK if vocab_size is None else max(1, CHUNK_VALUES // vocab_size // 1024) * 1024
         cod = (config.num_draft_tokens, config.retention, config.retention_floor)
         labels_per_judge = max_num_slots(1000, *cod) / 1000

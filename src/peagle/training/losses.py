@@ -114,28 +114,34 @@ def judge_slots(
     label_M = target_logits_MV.argmax(-1)
     target_logits_MU = target_logits_MV if draft_to_target_U is None else target_logits_MV[:, draft_to_target_U]
     choice_M = label_M if draft_to_target_U is None else target_logits_MU.argmax(-1)
-    target_norm_M = torch.logsumexp(_precise(target_logits_MU), dim=-1)
-    draft_norm_N = torch.logsumexp(_precise(draft_logits_NU), dim=-1)
+    target_norm_M1 = _log_norm(target_logits_MU)
+    draft_log_probs_NU = _precise(draft_logits_NU) - _log_norm(draft_logits_NU)
     guess_N = draft_logits_NU.argmax(-1)
     guess_N = guess_N if draft_to_target_U is None else draft_to_target_U[guess_N]
-    draft_log_probs_NU = _precise(draft_logits_NU) - draft_norm_N[:, None]
-    loss_N, wanted_NU = torch.zeros_like(draft_norm_N), torch.zeros_like(draft_norm_N)[:, None]
+    loss_N, wanted_NU = torch.zeros_like(draft_log_probs_NU[:, 0]), torch.zeros_like(draft_log_probs_NU[:, :1])
     if kind != "kl":
         choice_N1 = choice_M[opinion_N][:, None]
         is_choice_NU = torch.arange(draft_logits_NU.shape[1], device=choice_N1.device) == choice_N1
         loss_N = loss_N - draft_log_probs_NU.gather(1, choice_N1)[:, 0]
         wanted_NU = wanted_NU + is_choice_NU
     if kind != "ce":
-        target_log_probs_NU = _precise(target_logits_MU[opinion_N]) - target_norm_M[opinion_N][:, None]
+        target_log_probs_NU = _precise(target_logits_MU[opinion_N]) - target_norm_M1[opinion_N]
         target_probs_NU = target_log_probs_NU.exp()
         # A token the target rules out weighs nothing, where 0 * -inf would not be a number.
         divergence_NU = target_probs_NU * (target_log_probs_NU - draft_log_probs_NU)
-        loss_N = loss_N + torch.where(target_probs_NU > 0, divergence_NU, 0).sum(-1)
+        loss_N = loss_N + torch.where(target_probs_NU == 0, 0, divergence_NU).sum(-1)
         wanted_NU = wanted_NU + target_probs_NU
     pull_NU = draft_log_probs_NU.exp() * (2 if kind == "kl+ce" else 1) - wanted_NU
     # Judged labels of no share have no gradient, even where their loss is no number.
     gradient_NU = torch.where(share_N[:, None] > 0, pull_NU * share_N[:, None], 0)
     return Judged(loss_N, guess_N == label_M[opinion_N], gradient_NU.to(draft_logits_NU.dtype))
+
+
+def _log_norm(logits: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials, [N, 1]; written so that a compiler finds both sums in one pass."""
+    logits = _precise(logits)
+    largest = logits.amax(-1, keepdim=True)
+    return largest + (logits - largest).exp().sum(-1, keepdim=True).log()
 
 
 def _precise(logits: Tensor) -> Tensor:

@@ -301,4 +301,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    """
+    >>> _size(14_000), _size(3 * 2**20), _size(2**40)
+    ('13.7 KiB', '3.0 MiB', '1024.0 GiB')
+    """
+    unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= pair[0]), (2**10, "KiB"))
+    return f"{num_bytes / unit:.1f} {name}"
