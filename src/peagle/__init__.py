@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.engine.outputs import RequestOutput
     from peagle.errors import PeagleError
-    from peagle.sampling_params import SamplingParams
+    from peagle.sampling_params import Grammar, SamplingParams
     from peagle.targets.load import load_target
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "Grammar",
     "PeagleError",
     "RequestOutput",
     "SamplingParams",
@@ -36,6 +37,7 @@ __all__ = [
 _HOME_OF = {
     "LLM": "peagle.engine.llm",
     "AsyncEngine": "peagle.engine.async_engine",
+    "Grammar": "peagle.sampling_params",
     "PeagleError": "peagle.errors",
     "RequestOutput": "peagle.engine.outputs",
     "SamplingParams": "peagle.sampling_params",

@@ -7,6 +7,7 @@
     |-- DataError           a prompt or conversation file
     |-- RequestError        one request: its prompt or its sampling parameters
     |-- CapacityError       more than the machine or the model can hold
+    |   `-- QueueFullError  too many requests wait already; a later try may succeed
     |-- EngineDeadError     an engine that was closed, or that an error of its own has ended
     `-- MissingExtraError   an optional dependency that is not installed
 
@@ -52,6 +53,10 @@ class RequestError(PeagleError, ValueError):
 
 class CapacityError(PeagleError):
     pass
+
+
+class QueueFullError(CapacityError):
+    """As many requests wait as may; nothing is wrong with this one, and it may be tried again."""
 
 
 class EngineDeadError(PeagleError):

@@ -1,13 +1,64 @@
 """How one request wants its tokens chosen and where it wants them to end."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from peagle.errors import RequestError
+
+MAX_LOGIT_BIASES = 300
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to look like from its first token to its end.
+
+    An answer that `max_tokens`, a stop string or a stop token cuts off is the beginning of such a text.
+    """
+
+    kind: GrammarKind
+    value: str | tuple[str, ...] | None = None
+    """a JSON schema as text, nothing for any JSON object, a regular expression for the whole answer, or the answers to
+    choose from"""
+
+    def __post_init__(self) -> None:
+        given: object = self.value
+        value = tuple(given) if isinstance(given, list) else given
+        object.__setattr__(self, "value", value)
+        if self.kind not in get_args(GrammarKind):
+            raise RequestError(f"grammar must be one of {', '.join(get_args(GrammarKind))}, got {self.kind!r}")
+        if self.kind == "json_object":
+            is_right, wanted = value is None, "no value"
+        elif self.kind == "choice":
+            is_right = isinstance(value, tuple) and bool(value) and all(isinstance(v, str) and v for v in value)
+            wanted = "a list of non-empty strings"
+        elif self.kind == "regex":
+            is_right, wanted = isinstance(value, str) and bool(value), "a regular expression"
+        else:
+            is_right, wanted = isinstance(value, str) and _is_json_object(value), "a JSON object as text"
+        if not is_right:
+            raise RequestError(f"a grammar of kind {self.kind} takes {wanted}, got {value!r}")
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Per-request sampling settings; out-of-range values are refused when the object is made."""
+    """Per-request sampling settings; out-of-range values are refused when the object is made.
+
+    Biases, the ban on early ends, the penalties and a grammar change the target's logits, in this order and before the
+    temperature.
+    They see the text up to the token that is decided, draft tokens before it included, so that an answer is the same
+    with and without drafts. Log-probabilities are reported as the target gives them, before any of this (as vLLM does).
+    """
 
     max_tokens: int = 256
     """most tokens to generate"""
@@ -27,10 +78,24 @@ class SamplingParams:
     """end at any of these tokens, besides the target's own end tokens"""
     ignore_eos: bool = False
     """go on past the target's end tokens"""
+    min_tokens: int = 0
+    """do not end before so many tokens: end tokens are not chosen, stop strings that end in them are passed over"""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """token id -> what is added to its logit, -100 to 100"""
+    repetition_penalty: float = 1.0
+    """divide positive and multiply negative logits of tokens that stand in the prompt or the answer by this number"""
+    frequency_penalty: float = 0.0
+    """take this off a token's logit for each time it stands in the answer"""
+    presence_penalty: float = 0.0
+    """take this off a token's logit if it stands in the answer"""
+    grammar: Grammar | None = None
+    """what the answer has to look like; tokens that break it are never chosen"""
     n: int = 1
     """answers to give; answer i is drawn with seed + i"""
     logprobs: int | None = None
     """report the log-probability of each token and of so many of the likeliest ones; None reports none"""
+    prompt_logprobs: int | None = None
+    """the same for each token of the prompt but the first, which costs the reuse of pages; None reports none"""
     num_draft_tokens: int | None = None
     """draft tokens a step; 0 decodes without drafts, None takes the engine's number, which is also the most"""
 
@@ -46,10 +111,37 @@ class SamplingParams:
         require(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         require(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         require(all(self.stop), "stop", "a list of non-empty strings")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
+        require(
+            len(self.logit_bias) <= MAX_LOGIT_BIASES
+            and all(token >= 0 and -100 <= bias <= 100 for token, bias in self.logit_bias.items()),
+            "logit_bias",
+            f"at most {MAX_LOGIT_BIASES} token ids with numbers between -100 and 100",
+        )
+        require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
+        if self.grammar is not None:
+            require(not self.ignore_eos, "ignore_eos", "off where a grammar says where the answer ends")
+            require(not self.min_tokens, "min_tokens", "0 where a grammar says where the answer ends")
         require(self.n >= 1, "n", "at least 1")
-        require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20, or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 20, name, "between 0 and 20, or None")
         require(self.num_draft_tokens is None or self.num_draft_tokens >= 0, "num_draft_tokens", "0 or more, or None")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the target's logits are changed before a token is chosen from them."""
+        return bool(
+            self.min_tokens
+            or self.logit_bias
+            or self.repetition_penalty != 1
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.grammar is not None
+        )

@@ -141,6 +141,9 @@ def test_log_probabilities_are_in_the_document(generate):
         assert [each["logprob"] for each in row["top"]] == sorted((e["logprob"] for e in row["top"]), reverse=True)
         assert row["top"][0] == {"token_id": token_id, "logprob": pytest.approx(row["logprob"])}, "greedy takes the top"
         assert len(row["top"]) == 3 and row["logprob"] <= 0
+    (scored,) = generate("--json", "--prompt-logprobs", 1).json["answers"]
+    first, *others = scored["prompt_logprobs"]
+    assert first is None and all(len(row["top"]) == 1 for row in others)
     (bare,) = generate("--json", "--logprobs", 0).json["answers"]
     assert all(row["top"] == [] for row in bare["logprobs"])
 

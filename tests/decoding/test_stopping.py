@@ -126,3 +126,23 @@ def test_stop_strings_may_hold_characters_of_several_tokens():
     ids = tiny_tokenizer()("a\u20acb")["input_ids"]
     texts, finish_reason = follow(ids, stop=("\u20ac",))
     assert "".join(texts) == "a" and finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "finish_reason"),
+    [
+        (0, "a", "stop"),
+        (2, "a", "stop"),  # the string begins among the first tokens, but ends behind them
+        (3, "a##b", "stop"),  # it ends with the last of the first tokens
+        (5, "a##b", "stop"),
+        (6, "a##b##c", None),
+    ],
+)
+def test_a_stop_string_counts_where_it_ends_behind_the_first_tokens(min_tokens, text, finish_reason):
+    texts, reason = follow(spelled("a##b##c"), stop=("##",), min_tokens=min_tokens)
+    assert ("".join(texts), reason) == (text, finish_reason)
+
+
+def test_a_stop_string_that_was_passed_over_may_overlap_with_one_that_counts():
+    texts, reason = follow(spelled("###c"), stop=("##",), min_tokens=2)
+    assert ("".join(texts), reason) == ("#", "stop")

@@ -1,5 +1,7 @@
 """The captured engine on a GPU: equal to the reference decoder in float32, and to itself whatever shares the batch."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from families import FAMILIES, family_target, sequential, trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +49,52 @@ def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None
         found = [list(output.outputs[0].token_ids) for output in outputs]
         assert found == expected
         assert stats.num_pages_used == 0
+
+
+@pytest.mark.parametrize("capture_adjusted", [False, True])
+def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_decoder(capture_adjusted: bool) -> None:
+    target = family_target("llama", seed=3)
+    greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]
+    drafter = trained_drafter(target, texts)
+    target.model.to("cuda")
+    drafter.to("cuda")
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "logit_bias": {50: 3.0}},
+        {"min_tokens": 9, "presence_penalty": -0.5},
+        {"grammar": Grammar("regex", "[a-f]{4,30}(the user)+")},
+    ]
+    params = [
+        SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index, **wishes[index % 4])
+        for index in range(len(PROMPTS))
+    ]
+    for own, num_drafts in ((None, 0), (drafter, 4)):
+        expected = answers(target, own, num_drafts, params)
+        settings = {"num_pages": 160, "capture_adjusted": capture_adjusted, **SMALL}
+        with LLM(target, own, num_drafts or None, **settings) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            again = llm.generate(PROMPTS[::-1], params[::-1])
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [list(output.outputs[0].token_ids) for output in again] == expected[::-1]
+
+
+def test_prompts_are_scored_beside_captured_steps() -> None:
+    target = family_target("llama")
+    target.model.to("cuda")
+    params = [SamplingParams(max_tokens=8, prompt_logprobs=2 if index % 2 else None) for index in range(len(PROMPTS))]
+    plain = [SamplingParams(max_tokens=8)] * len(PROMPTS)
+    expected = answers(target, None, 0, plain)
+    with torch.no_grad():
+        wanted = [target.forward(torch.tensor([prompt], device="cuda")).logits_BTV[0] for prompt in PROMPTS]
+    with LLM(target, None, **SMALL) as llm:
+        outputs = llm.generate(PROMPTS, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    for output, prompt, logits_TV in zip(outputs, PROMPTS, wanted, strict=True):
+        for place, entry in enumerate(output.prompt_logprobs or ()):
+            if entry is not None:
+                own = logits_TV[place - 1].log_softmax(-1)[prompt[place]].item()
+                assert entry.logprob == pytest.approx(own, abs=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

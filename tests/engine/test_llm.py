@@ -176,7 +176,7 @@ def test_answers_named_like_another_request_are_refused_whole(llm: LLM) -> None:
     ("settings", "message"),
     [
         ({"max_bach": 4}, "unknown setting 'max_bach'\nhint: did you mean 'max_batch'?"),
-        ({"xyz": 4}, "unknown setting 'xyz'\nhint: known: capture, compile, max_batch"),
+        ({"xyz": 4}, "unknown setting 'xyz'\nhint: known: capture, capture_adjusted, compile"),
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
         ({"max_length": 1024}, "max_length is 1024, but target 'tiny' holds 512 tokens"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be 0 or more, got -1"),

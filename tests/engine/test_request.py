@@ -58,6 +58,16 @@ def test_no_pass_is_wanted_once_the_last_token_is_on_the_way() -> None:
     assert not request.wants_decode
 
 
+def test_scores_are_wanted_until_all_but_the_first_token_of_the_prompt_have_one() -> None:
+    request = Request("r", [4, 5, 6], SamplingParams(prompt_logprobs=1), 0, 15)
+    entry: Any = object()
+    for place, is_wanted in ((1, True), (2, False)):
+        request.prompt_scores[place] = entry
+        assert request.wants_scores is is_wanted
+    assert not Request("r", [4, 5], SamplingParams(), 0, 15).wants_scores
+    assert not Request("r", [4], SamplingParams(prompt_logprobs=1), 0, 15).wants_scores
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

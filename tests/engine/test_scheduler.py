@@ -1,6 +1,7 @@
 """The scheduler's rules one by one, with small numbers. That they hold together: test_scheduler_simulation.py."""
 
 from collections.abc import Iterable
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -66,6 +67,40 @@ def test_new_prompts_are_prefilled_beside_decoding_requests() -> None:
     plan = scheduler.plan()
     assert spans(plan) == [("new", 0, 5)]
     assert names(plan.decodes) == ["old", "new"]
+
+
+def test_a_request_held_to_a_grammar_is_decoded_only_when_the_host_has_seen_all_of_it() -> None:
+    scheduler = make()
+    add(scheduler, "free", 5)
+    guide: Any = object()
+    request = Request("held", [9, 8, 7], SamplingParams(max_tokens=9), 0, MAX_LENGTH, guide=guide)
+    scheduler.add(request)
+    assert names(scheduler.plan().decodes) == ["free"], "its first token is not known yet"
+    assert names(scheduler.plan().decodes) == ["free"]
+    see(scheduler, request)
+    assert names(scheduler.plan().decodes) == ["free", "held"] and request.num_in_flight == 1
+    assert names(scheduler.plan().decodes) == ["free"]
+    scheduler.check_integrity()
+
+
+def test_a_prompt_that_is_to_be_scored_is_run_whole_and_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "SCORED_TOKENS", 8)
+    scheduler = make()
+    prompt = list(range(14))
+    add(scheduler, "first", prompt)
+    scheduler.plan()
+    scored = [
+        Request(name, prompt, SamplingParams(prompt_logprobs=0), 0, MAX_LENGTH) for name in ("scored", "scored too")
+    ]
+    for request in scored:
+        scheduler.add(request)
+    add(scheduler, "other", prompt)
+    assert spans(scheduler.plan()) == [("scored", 0, 8), ("other", 11, 14)], "pages are there, but they say no logits"
+    plans = [spans(scheduler.plan()) for _ in range(3)]
+    assert [span for plan in plans for span in plan if span[0] == "scored"] == [("scored", 8, 14)]
+    assert [span for plan in plans for span in plan if span[0] == "scored too"][-1][2] == 14
+    assert all(sum(end - start for name, start, end in plan if "scored" in name) <= 8 for plan in plans)
+    scheduler.check_integrity()
 
 
 def test_an_answer_of_one_token_needs_no_decode_pass() -> None:

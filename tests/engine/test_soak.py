@@ -11,7 +11,7 @@ from peagle.decoding.reference import decode
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
-from peagle.sampling_params import SamplingParams
+from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 from tiny import tiny_tokenizer
 
@@ -52,6 +52,10 @@ def make_kinds(target: HFTarget) -> list[Kind]:
             seed=index,
             ignore_eos=rng.random() < 0.5,
         )
+        if index % 6 == 2:
+            params = replace(params, presence_penalty=1.5, repetition_penalty=1.2, logit_bias={17: 2.0})
+        elif index % 12 == 5:
+            params = replace(params, ignore_eos=False, grammar=Grammar("regex", "[a-z ]{2,6}"))
         text = "".join(step.text for step in decode(target, prompt, params))
         if index % 4 == 1 and len(text) > 3:
             params = replace(params, stop=(text[2:4],))

@@ -171,17 +171,19 @@ def test_answers_do_not_depend_on_what_runs_beside_them_nor_on_interruptions(tar
     dialogs = [dialog(f"the user asks {number}", "and then?") for number in range(12)]
     run(target, tmp_path / "whole", dialogs, config)
 
-    def stop_after_some(counts):
-        if counts["num_rows"] % 4 == 0:
-            raise KeyboardInterrupt
-
     directory, num_runs = tmp_path / "parts", 0
     while num_runs < 20:
         num_runs += 1
         with ShardWriter(directory, "regenerate", TargetIdentity.of(target), {}, shard_tokens=300) as writer:
+            enough = writer.counts["num_rows"] + 4
+
+            def stop_at_enough(counts, enough=enough):
+                if counts["num_rows"] >= enough:
+                    raise KeyboardInterrupt
+
             with Feed(target, max_length=200, max_batch=2) as feed:
                 try:
-                    regenerate(feed, writer, dialogs, config, stop_after_some)
+                    regenerate(feed, writer, dialogs, config, stop_at_enough)
                     break
                 except KeyboardInterrupt:
                     continue

@@ -47,7 +47,9 @@ class Arguments:
     """on a CPU: give the target 8-bit weights; the answers are then those of the 8-bit target"""
     json: bool = False
     """print one JSON document instead of text and table"""
-    sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes] = field(default_factory=SamplingParams)
+    sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands] = field(
+        default_factory=SamplingParams
+    )
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
@@ -76,6 +78,7 @@ class Run:
     """the same to the end of the first step, which reads the prompt"""
     num_first_tokens: int
     """what that step emitted"""
+    prompt_logprobs: "tuple[TokenLogprobs | None, ...] | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -118,8 +121,10 @@ def check(arguments: Arguments) -> None:
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
     if arguments.sampling.num_draft_tokens == 0 and arguments.compare:
         raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
-    if arguments.sampling.logprobs is not None and not arguments.json:
-        raise ConfigError("--logprobs are reported in the JSON document only", hint="add --json")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(arguments.sampling, name) is not None and not arguments.json:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} are reported in the JSON document only", hint="add --json")
     if arguments.raw and arguments.system is not None:
         raise ConfigError(
             f"--raw uses no chat template, so the system message {arguments.system!r} has no place",
@@ -180,7 +185,8 @@ def start(
 def warm_up(engine: "Engine", prompt_ids: list[int], params: SamplingParams) -> None:
     """A short answer to a text of the prompt's length, so that what only the first one pays for is not timed."""
     max_tokens = min(WARMUP_TOKENS, params.max_tokens)
-    engine.add(prompt_ids[::-1], replace(params, max_tokens=max_tokens, stop=(), ignore_eos=True))
+    changes: dict[str, Any] = {"stop": (), "ignore_eos": True, "min_tokens": 0, "grammar": None}
+    engine.add(prompt_ids[::-1], replace(params, max_tokens=max_tokens, **changes))
     while engine.has_work:
         engine.step()
 
@@ -206,7 +212,7 @@ def answer(
         Answer(each.index, each.token_ids, each.text, each.finish_reason, each.logprobs) for each in finished.outputs
     ]
     acceptance_length = finished.metrics.acceptance.acceptance_length
-    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens)
+    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens, finished.prompt_logprobs)
 
 
 def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
@@ -339,12 +345,12 @@ def entry(run: Run, answer: Answer) -> dict[str, Any]:
         "time_to_first_token": run.time_to_first_token,
         "tokens_per_second": None if speed is None else round(speed, 2),
     }
-    if answer.logprobs is not None:
-        result["logprobs"] = [
-            {
-                "logprob": each.logprob,
-                "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in each.top.items()],
-            }
-            for each in answer.logprobs
-        ]
+    for name, logprobs in (("logprobs", answer.logprobs), ("prompt_logprobs", run.prompt_logprobs)):
+        if logprobs is not None:
+            result[name] = [None if each is None else logprobs_entry(each) for each in logprobs]
     return result
+
+
+def logprobs_entry(logprobs: "TokenLogprobs") -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in logprobs.top.items()]
+    return {"logprob": logprobs.logprob, "top": top}

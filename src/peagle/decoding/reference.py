@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from peagle.decoding.adjusting import adjusted_logits, check_token_ids
+from peagle.decoding.grammar import make_guide
 from peagle.decoding.sampling import STREAM_DRAFT, draw, target_probs, uniform
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.decoding.verify import verify_deterministic, verify_greedy, verify_sampled
@@ -81,6 +83,7 @@ def decode(
     """
     check_prompt(target, prompt_ids)
     num_draft_tokens = _check_params(params, drafter, num_draft_tokens)
+    check_token_ids(params, target.vocab_size)
     request = _Request(target, list(prompt_ids), params, sample_drafts and not params.is_greedy)
     if drafter is None or num_draft_tokens == 0:
         return request.run(None, 0)
@@ -105,10 +108,12 @@ def _check_params(params: SamplingParams, drafter: StartsDrafting | None, num_dr
     """Refuse what only the engine gives; the number of draft tokens that counts."""
     if params.n > 1:
         raise RequestError(f"this decoder gives one answer, got n = {params.n}", hint="peagle.LLM gives several")
-    if params.logprobs is not None:
-        raise RequestError(
-            f"this decoder reports no log-probabilities, got logprobs = {params.logprobs}", hint="peagle.LLM does"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"this decoder reports no log-probabilities, got {name} = {getattr(params, name)}",
+                hint="peagle.LLM does",
+            )
     wanted = params.num_draft_tokens
     if wanted is None:
         return num_draft_tokens
@@ -125,6 +130,9 @@ def _check_params(params: SamplingParams, drafter: StartsDrafting | None, num_dr
 class _Request:
     def __init__(self, target: "HFTarget", token_ids: list[int], params: SamplingParams, sample_drafts: bool) -> None:
         self.target, self.token_ids, self.params, self.sample_drafts = target, token_ids, params, sample_drafts
+        self.num_prompt_tokens = len(token_ids)
+        self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else target.eos_token_ids)
+        self.guide = None if params.grammar is None else make_guide(target, params.grammar)
         detokenizer = IncrementalDetokenizer(target.tokenizer)
         self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
 
@@ -174,6 +182,8 @@ class _Request:
         params = self.params
         draft_token_ids = draft.token_ids if draft else ()
         drafts = (self._tensor(draft_token_ids)[None], self._tensor([len(draft_token_ids)]))
+        if params.adjusts_logits:
+            logits_LV = self._adjust(logits_LV, draft_token_ids)
         if params.is_greedy:
             result = verify_greedy(logits_LV[None], *drafts)
         else:
@@ -184,6 +194,20 @@ class _Request:
             else:
                 result = verify_deterministic(probs_BLV, *drafts, *key)
         return int(result.num_accepted_B), int(result.next_token_B)
+
+    def _adjust(self, logits_LV: Tensor, draft_token_ids: Sequence[int]) -> Tensor:
+        """Row j is judged as if the first j draft tokens were part of the answer already."""
+        prompt_ids, answer_ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
+        rows = []
+        for row, logits_V in enumerate(logits_LV):
+            text = [*answer_ids, *draft_token_ids[:row]]
+            adjusted_V = adjusted_logits(logits_V, self.params, self.end_ids, prompt_ids, text)
+            is_allowed = None if self.guide is None else self.guide.allowed_after(text)
+            if is_allowed is not None:
+                is_allowed_V = torch.from_numpy(is_allowed[: len(adjusted_V)]).to(adjusted_V.device)
+                adjusted_V = adjusted_V.masked_fill(~is_allowed_V, float("-inf"))
+            rows.append(adjusted_V)
+        return torch.stack(rows)
 
     def _commit(
         self,

@@ -25,8 +25,11 @@ class StopCheck:
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self._stop = params.stop
         self._num_left = min(params.max_tokens, max_length - num_prompt_tokens)
+        self._num_protected_tokens = params.min_tokens
         self._detokenizer = detokenizer
         self._held = ""
+        self._num_protected = 0
+        """characters of the held text in which no stop string may end"""
 
     def add(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Text that became certain with this token, and why the answer ends here, if it does.
@@ -40,14 +43,21 @@ class StopCheck:
             self._held += self._detokenizer.add([token_id])
         if is_last:
             self._held += self._detokenizer.finish()
-        found = [index for stop in self._stop if (index := self._held.find(stop)) >= 0]
+        if self._num_protected_tokens:
+            self._num_protected_tokens -= 1
+            self._num_protected = len(self._held)
+        found = [index for stop in self._stop if (index := self._find(stop)) >= 0]
         if found:
             return self._held[: min(found)], "stop"
         if is_last:
             return self._held, "stop" if is_stop_token else "length"
         num_certain = len(self._held) - self._num_undecided()
         certain, self._held = self._held[:num_certain], self._held[num_certain:]
+        self._num_protected = max(0, self._num_protected - num_certain)
         return certain, None
+
+    def _find(self, stop: str) -> int:
+        return self._held.find(stop, max(0, self._num_protected - len(stop) + 1))
 
     def _num_undecided(self) -> int:
         """Length of the longest end of the held text that some stop string begins with."""

@@ -22,10 +22,12 @@ def as_ids(prompt_ids: Sequence[int]) -> list[int]:
 
 def check_types(params: SamplingParams) -> None:
     """Refuse what would only fail in the middle of a step, where it would hit every request."""
-    for name in ("max_tokens", "top_k", "seed", "n", "logprobs", "num_draft_tokens"):
+    for name in ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs", "num_draft_tokens"):
         value = getattr(params, name)
         if value is not None and not isinstance(value, int):
             raise RequestError(f"{name} must be a whole number, got {value!r}")
+    if not all(isinstance(token, int) for token in params.logit_bias):
+        raise RequestError(f"logit_bias must have token ids as keys, got {params.logit_bias!r}")
     stop: object = params.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")

@@ -31,12 +31,16 @@ class EngineConfig:
     max_held: int | None = None
     """steps for which a new request may be held back, while many decode, to share its prefill pass with others; by
     default 8 on a GPU, where a pass costs its launches, and none on a CPU"""
+    max_waiting: int | None = None
+    """requests that may wait for a place in the batch; one more is refused with QueueFullError. None: any number"""
     reuse_prefixes: bool = True
     """keep the pages of earlier texts and take them over where a prompt begins alike"""
     compile: bool | None = None
     """on a GPU: compile the layers; by default yes"""
     capture: bool | None = None
     """on a GPU: record each step as a CUDA graph; by default yes"""
+    capture_adjusted: bool = False
+    """on a GPU: record the steps with penalties, biases and grammars at start too, not when first needed"""
 
     pack: bool | None = None
     """on a CPU: keep a packed copy of the linear layers' weights too; by default in float32"""
@@ -51,8 +55,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.max_held is not None and self.max_held < 0:
-            raise ConfigError(f"max_held must be 0 or more, got {self.max_held}")
+        for name in ("max_held", "max_waiting"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {value}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
         if self.max_length is not None and self.max_length < 2:

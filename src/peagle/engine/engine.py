@@ -7,13 +7,17 @@ time the device is busy with the next step. It is not thread-safe; `AsyncEngine`
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.adjusting import check_token_ids
+from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
+from peagle.engine.adjustments import check_edits
+from peagle.engine.answers import Answer, Group, OnUpdate, end_of, follow
 from peagle.engine.checks import as_ids, check_device, check_drafts, check_max_length, check_types
 from peagle.engine.config import (
     CPU_MAX_BATCH,
@@ -28,45 +32,12 @@ from peagle.engine.pages import PagePool
 from peagle.engine.request import Request
 from peagle.engine.runner import Progress, Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
-from peagle.errors import EngineDeadError, RequestError
+from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer, detokenize
 
 log = logging.getLogger(__name__)
-
-OnUpdate = Callable[[Update], None]
-
-
-@dataclass(eq=False)
-class Answer:
-    """One answer of a request while it grows: the scheduler's request, and what the engine keeps beside it."""
-
-    group: "Group"
-    index: int
-    request: Request
-    stop_ids: frozenset[int]
-    stop_check: StopCheck | None
-    """follows the text, where somebody reads along or stop strings are looked for; else None"""
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    """for each verified draft, how many of its tokens were emitted"""
-    finish_reason: FinishReason | None = None
-    is_done: bool = False
-
-
-@dataclass(eq=False)
-class Group:
-    """A caller's request: one answer, or several to the same prompt."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    arrived: float
-    on_update: OnUpdate | None
-    answers: list[Answer] = field(default_factory=list)
-    first_token_at: float | None = None
 
 
 class Engine:
@@ -105,6 +76,8 @@ class Engine:
         self.scheduler = Scheduler(limits, pages)
         self._groups: dict[str, Group] = {}
         self._answers: dict[Request, Answer] = {}
+        self._guided: set[Request] = set()
+        """open requests that are held to a grammar"""
         self._launches: deque[Launch] = deque()
         self._num_added = 0
         self._is_closed = False
@@ -132,11 +105,13 @@ class Engine:
         *,
         request_id: str | None = None,
         on_update: OnUpdate | None = None,
+        wants_text: bool = True,
     ) -> str:
         """Queue a request and return its id; one that can never be served is refused here.
 
         `on_update` is called from `step` with what each step brings, and from `abort` with an update that ends each
-        unfinished answer. It must not raise.
+        unfinished answer. It must not raise. Without `wants_text` the finished answer has its tokens alone, which
+        saves the host the decoding; stop strings and `on_update` need the text all the same.
         """
         if self._is_closed:
             raise EngineDeadError("the engine has been closed", hint="start a new one")
@@ -148,17 +123,24 @@ class Engine:
             request_id = f"request-{self._num_added}"
         if request_id in self._groups:
             raise RequestError(f"request {request_id!r} is already being served", hint="give each an id of its own")
+        self._check_queue(params.n)
         self._num_added += 1
-        num_draft_tokens = self._drafts_for(params)
-        group = Group(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update)
+        num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
+        if params.adjusts_logits:
+            check_token_ids(params, self.target.vocab_size)
+            check_edits(params, stop_ids)
+            self.runner.prepare_adjustments()
+        group = Group(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update, wants_text)
         for index in range(params.n):
             # A top_k beyond the vocabulary means all of it, and may be too large a number for a row.
             top_k = min(params.top_k, self.target.vocab_size)
-            own = replace(params, n=1, seed=(params.seed + index) % 2**63, top_k=top_k)
+            seed, prompt_logprobs = (params.seed + index) % 2**63, params.prompt_logprobs if index == 0 else None
+            own = replace(params, n=1, seed=seed, top_k=top_k, prompt_logprobs=prompt_logprobs)
             name = request_id if params.n == 1 else f"{request_id}/{index}"
-            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length)
+            guide = None if own.grammar is None else make_guide(self.target, own.grammar)
+            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, guide)
             stop_check = self._stop_check(own, request, on_update)
-            group.answers.append(Answer(group, index, request, self._stop_ids(own), stop_check))
+            group.answers.append(Answer(group, index, request, stop_check))
         for index, answer in enumerate(group.answers):
             try:
                 self.scheduler.add(answer.request)
@@ -167,6 +149,7 @@ class Engine:
                     self.scheduler.abort(earlier.request.request_id)
                 raise
         self._answers |= {answer.request: answer for answer in group.answers}
+        self._guided |= {answer.request for answer in group.answers if answer.request.guide is not None}
         self._groups[request_id] = group
         return request_id
 
@@ -179,10 +162,12 @@ class Engine:
         for answer in open_answers:
             self.scheduler.abort(answer.request.request_id)
             self._answers.pop(answer.request, None)
+            self._guided.discard(answer.request)
         self._stats.num_aborted += 1
         if group.on_update is not None:
             for answer in open_answers:
-                group.on_update(Update(request_id, answer.index, (), (), 0, 0, None, "abort"))
+                metrics = self._metrics(group) if answer is open_answers[-1] else None
+                group.on_update(Update(request_id, answer.index, (), (), 0, 0, None, "abort", metrics=metrics))
         return True
 
     def reset(self) -> None:
@@ -193,9 +178,27 @@ class Engine:
         old = self.scheduler
         pages = PagePool(self.runner.kv_cache.num_pages, self.runner.config.page_size, old.pages.reuse)
         self.scheduler = Scheduler(old.config, pages)
-        self._groups, self._answers, self._finished = {}, {}, []
+        self._groups, self._answers, self._guided, self._finished = {}, {}, set(), []
         self._launches.clear()
         self.runner.recover()
+
+    def _check_queue(self, num_new: int) -> None:
+        """Refuse answers that would have to wait behind too many others. Those who find a row at once do not wait."""
+        limit = self.runner.config.max_waiting
+        if limit is None:
+            return
+        scheduler = self.scheduler
+        if num_new > limit + scheduler.config.max_batch:
+            raise CapacityError(
+                f"{num_new} answers are more than run and wait at the same time, {limit + scheduler.config.max_batch}",
+                hint="ask for fewer answers at a time",
+            )
+        if len(scheduler.waiting) + num_new > limit + scheduler.num_free_rows:
+            self._stats.num_refused += 1
+            raise QueueFullError(
+                f"{len(scheduler.waiting)} requests wait already, and at most {limit} may",
+                hint="try again later, or raise max_waiting",
+            )
 
     def _drafts_for(self, params: SamplingParams) -> int:
         wanted = params.num_draft_tokens
@@ -221,20 +224,30 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Launch the next iteration and take in the results of the one before; the requests that finished by it."""
+        if any(request.is_running for request in self._guided):
+            self._collect(depth=0)  # what a grammar allows next depends on what was emitted
         plan = self.scheduler.plan()
         if not plan.is_empty:
             self._stats.num_steps += 1
             self._stats.num_prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
             self._stats.num_preemptions += len(plan.preempted)
             self._launches.append(self.runner.launch(plan))
-        depth = 1 if self.runner.is_asynchronous and not plan.is_empty else 0
-        while len(self._launches) > depth:
-            launch = self._launches.popleft()
-            for emission in launch.collect():
-                self._take_in(emission)
-            self._stats.device_seconds += launch.device_seconds() or 0.0
+        self._collect(depth=1 if self.runner.is_asynchronous and not plan.is_empty else 0)
         finished, self._finished = self._finished, []
         return finished
+
+    def _collect(self, depth: int) -> None:
+        """Take in the results of all launches but the last `depth`."""
+        while len(self._launches) > depth:
+            launch = self._launches.popleft()
+            emissions = launch.collect()
+            for scores in launch.scores():
+                if scores.request.epoch == scores.epoch:
+                    entries = scores.logprobs.to_list(len(scores.logprobs.chosen_S))
+                    scores.request.prompt_scores |= dict(enumerate(entries, start=scores.first))
+            for emission in emissions:
+                self._take_in(emission)
+            self._stats.device_seconds += launch.device_seconds() or 0.0
 
     def check_integrity(self) -> None:
         """Raise if pages, rows and requests contradict each other. For idle moments: it looks at every page."""
@@ -247,29 +260,31 @@ class Engine:
         answer = self._answers[request]
         tokens = emission.token_ids
         if answer.stop_check is None:
-            num_kept, finish_reason = _end(tokens, answer.stop_ids, request)
+            num_kept, finish_reason = end_of(tokens, request)
             texts: list[str] = []
         else:
-            num_kept, finish_reason, texts = _follow(tokens, answer.stop_check)
+            num_kept, finish_reason, texts = follow(tokens, answer.stop_check)
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
         if emission.num_drafts:
-            self._count_draft(answer, min(len(tokens) - 1, num_kept))
+            self._count_draft(answer, min(len(tokens) - 1, num_kept), emission.num_drafts)
         if answer.group.first_token_at is None:
             answer.group.first_token_at = time.perf_counter()
         self._stats.num_output_tokens += num_kept
         if request.params.logprobs is not None and emission.logprobs is not None:
             answer.logprobs += emission.logprobs[:num_kept]
         self.scheduler.committed(request, kept)
+        if request.guide is not None and emission.draft_ids is not None:
+            request.guide.advance(kept)
+            request.draft_ids = emission.draft_ids
+        answer.texts += texts
+        output = self._finish(answer, finish_reason) if finish_reason is not None else None
         if answer.group.on_update is not None:
-            self._tell(answer, emission, kept, texts, finish_reason)
-        elif texts:
-            answer.texts += texts
-        if finish_reason is not None:
-            self._finish(answer, finish_reason)
+            self._tell(answer, emission, kept, texts, output)
 
-    def _count_draft(self, answer: Answer, num_accepted: int) -> None:
+    def _count_draft(self, answer: Answer, num_accepted: int, num_draft_tokens: int) -> None:
         answer.accepted.append(num_accepted)
         self._stats.num_drafts += 1
+        self._stats.num_draft_tokens += num_draft_tokens
         for position in range(num_accepted):
             self._stats.accepted_per_position[position] += 1
 
@@ -279,9 +294,8 @@ class Engine:
         emission: Emission,
         kept: list[int],
         texts: list[str],
-        finish_reason: FinishReason | None,
+        output: RequestOutput | None,
     ) -> None:
-        answer.texts += texts
         logprobs = None if emission.logprobs is None else tuple(emission.logprobs[: len(kept)])
         num_accepted = min(len(emission.token_ids) - 1, len(kept)) if emission.num_drafts else 0
         update = Update(
@@ -292,42 +306,64 @@ class Engine:
             num_accepted,
             emission.num_drafts,
             logprobs,
-            finish_reason,
+            answer.finish_reason,
+            emission.is_prefill,
+            None if output is None else output.metrics,
+            self._prompt_logprobs(answer.group) if answer.is_new and answer.index == 0 else None,
         )
+        answer.is_new = False
         assert answer.group.on_update is not None, "only told to those who listen"
         answer.group.on_update(update)
 
-    def _finish(self, answer: Answer, finish_reason: FinishReason) -> None:
+    def _finish(self, answer: Answer, finish_reason: FinishReason) -> RequestOutput | None:
+        """End an answer; the whole output if it was the last of its request."""
         group, request = answer.group, answer.request
         self.scheduler.finish(request)
         del self._answers[request]
+        self._guided.discard(request)
         answer.is_done, answer.finish_reason = True, finish_reason
         if not all(other.is_done for other in group.answers):
-            return
+            return None
         del self._groups[group.request_id]
         self._stats.num_finished += 1
         self._stats.num_cached_tokens += sum(each.request.num_cached_tokens for each in group.answers)
-        self._finished.append(self._output(group))
+        self._stats.num_prompt_tokens += len(group.prompt_ids)
+        output = self._output(group)
+        self._finished.append(output)
+        return output
 
     def _output(self, group: Group) -> RequestOutput:
+        completions = tuple(self._completion(answer) for answer in group.answers)
+        prompt_logprobs = self._prompt_logprobs(group)
+        return RequestOutput(group.request_id, group.prompt_ids, completions, self._metrics(group), prompt_logprobs)
+
+    def _prompt_logprobs(self, group: Group) -> tuple[TokenLogprobs | None, ...] | None:
+        if group.params.prompt_logprobs is None:
+            return None
+        scores = group.answers[0].request.prompt_scores
+        return (None, *(scores[place] for place in range(1, len(group.prompt_ids))))
+
+    def _metrics(self, group: Group) -> RequestMetrics:
         accepted = [count for answer in group.answers for count in answer.accepted]
-        metrics = RequestMetrics(
+        return RequestMetrics(
             group.arrived,
             group.first_token_at,
             time.perf_counter(),
             Acceptance.of(accepted, self.num_draft_tokens),
             sum(answer.request.num_cached_tokens for answer in group.answers),
             sum(answer.request.num_preemptions for answer in group.answers),
+            min((at for answer in group.answers if (at := answer.request.started_at) is not None), default=None),
+            sum(len(answer.accepted) * answer.request.num_draft_tokens for answer in group.answers),
         )
-        completions = tuple(self._completion(answer) for answer in group.answers)
-        return RequestOutput(group.request_id, group.prompt_ids, completions, metrics)
 
     def _completion(self, answer: Answer) -> Completion:
         token_ids = answer.request.answer_ids
         if answer.stop_check is not None:
             text = "".join(answer.texts)
+        elif not answer.group.wants_text:
+            text = ""
         else:
-            shown = token_ids[:-1] if token_ids and token_ids[-1] in answer.stop_ids else token_ids
+            shown = token_ids[:-1] if token_ids and token_ids[-1] in answer.request.end_ids else token_ids
             text = detokenize(self.target.tokenizer, shown)
         logprobs = None if answer.request.params.logprobs is None else tuple(answer.logprobs)
         return Completion(answer.index, text, tuple(token_ids), answer.finish_reason, logprobs)
@@ -343,22 +379,3 @@ class Engine:
             num_pages=pages.capacity,
             num_pages_used=pages.num_used,
         )
-
-
-def _end(tokens: list[int], stop_ids: frozenset[int], request: Request) -> tuple[int, FinishReason | None]:
-    """How many of the new tokens belong to the answer, and why it ends with them, if it does."""
-    room = request.max_length - len(request.token_ids)
-    for index, token in enumerate(tokens[:room]):
-        if token in stop_ids:
-            return index + 1, "stop"
-    return (room, "length") if len(tokens) >= room else (len(tokens), None)
-
-
-def _follow(tokens: list[int], stop_check: StopCheck) -> tuple[int, FinishReason | None, list[str]]:
-    texts: list[str] = []
-    for index, token in enumerate(tokens):
-        text, finish_reason = stop_check.add(token)
-        texts.append(text)
-        if finish_reason is not None:
-            return index + 1, finish_reason, texts
-    return len(tokens), None, texts

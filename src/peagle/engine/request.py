@@ -10,11 +10,15 @@ may be longer: by 1 to num_draft_tokens + 1 tokens for each pass in flight.
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from peagle.engine.pages import IntegrityError
 from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.decoding.grammar import Guide
+    from peagle.engine.outputs import TokenLogprobs
 
 State = Literal["waiting", "prefill", "decode", "finished"]
 
@@ -30,10 +34,23 @@ class Request:
     """draft tokens per step for this request; 0 decodes plainly"""
     max_length: int
     """most tokens of text: given as the engine's limit, lowered to what prompt and max_tokens can reach"""
+    end_ids: frozenset[int] = frozenset()
+    """tokens that end the answer"""
+    guide: "Guide | None" = None
+    """holds the answer to a grammar. It must have seen all of the text before the next pass, so that a request with one
+    has one pass in flight at most"""
 
+    prompt_scores: "dict[int, TokenLogprobs]" = field(init=False, default_factory=dict)
+    """where prompt_logprobs are asked for: what the host knows of them, by place in the prompt"""
+    draft_ids: list[int] = field(init=False, default_factory=list)
+    """where there is a guide: the drafts that the device has behind the newest token"""
+    adjusts: bool = field(init=False)
+    """whether its logits are changed before a token is chosen from them"""
     token_ids: list[int] = field(init=False)
     """prompt and committed answer"""
     prompt_length: int = field(init=False)
+    started_at: float | None = field(init=False, default=None)
+    """when it first got a row, in seconds of `time.perf_counter`"""
     arrival: int = field(init=False, default=-1)
     """place in the order of arrival, which is the order of priority"""
     state: State = field(init=False, default="waiting")
@@ -62,6 +79,7 @@ class Request:
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         if len(prompt_ids) == 0:
             raise RequestError(f"request {self.request_id!r} has an empty prompt", hint="give at least one token")
+        self.adjusts = self.params.adjusts_logits
         self.token_ids = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.max_length = min(self.max_length, self.prompt_length + self.params.max_tokens)
@@ -77,8 +95,15 @@ class Request:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether another pass can still add to the answer: each one in flight brings at least one token."""
+        """Whether another pass may be launched and can add to the answer: each one in flight brings a token."""
+        if self.guide is not None and self.num_in_flight:
+            return False
         return len(self.token_ids) + self.num_in_flight < self.max_length
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are missing, so that all of the prompt has to be run."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_scores) < self.prompt_length - 1
 
     def reach(self, num_in_flight: int) -> int:
         """Positions that a decode pass behind `num_in_flight` unseen ones may touch.

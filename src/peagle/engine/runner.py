@@ -18,12 +18,14 @@ from torch import Tensor
 
 from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
 from peagle.drafter.model import Drafter
+from peagle.engine.adjustments import Adjustments
 from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
 from peagle.engine.calibrate import calibrate
 from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
 from peagle.engine.graphs import Captures, compile_once, record
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
 from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
+from peagle.engine.logprobs import add_logprobs, add_scores, scored_tokens
 from peagle.engine.packing import join_models, pack_models, quantize_target
 from peagle.engine.request import Request
 from peagle.engine.scheduler import Plan
@@ -106,6 +108,10 @@ class Runner:
             self._decode_rows: list[int] = []
             self._decode_graphs: dict[int, tuple[Tensor, Callable[[], Decoded]]] = {}
             self._prefill_graphs: dict[tuple[int, int], tuple[Tensor, Callable[[], Decoded]]] = {}
+            self._adjusted_graphs: dict[int | tuple[int, int], Callable[[], Decoded]] = {}
+            """those of the same sizes for passes that adjust logits, recorded when first needed"""
+            self._adjusted_rows: set[int] = set()
+            """rows whose adjustments may be others than none"""
             self.captures = self._capture_all(progress) if self.captures_graphs else Captures(0, 0.0, 0)
         except BaseException as error:
             self.close()
@@ -121,7 +127,7 @@ class Runner:
         for restore in reversed(self._restore):
             restore()
         self._restore = []
-        for name in ("kv_cache", "step", "_decode_graphs", "_prefill_graphs"):
+        for name in ("kv_cache", "step", "_decode_graphs", "_prefill_graphs", "_adjusted_graphs"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -133,6 +139,19 @@ class Runner:
         self._decode_rows = []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def prepare_adjustments(self) -> None:
+        """Make the tables that requests with penalties, biases or grammars need, if they are not there."""
+        if self.step.adjustments is not None:
+            return
+        sizes = (self.max_batch, self.num_draft_tokens, self.target.vocab_size)
+        try:
+            self.step.adjustments = Adjustments.empty(*sizes, self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the GPU has no memory left for penalties and grammars: {str(error).splitlines()[0]}",
+                hint="lower memory_share or max_batch, or set capture_adjusted to have it taken at start",
+            ) from error
 
     # Running plans ----------------------------------------------------------------------------------------------------
 
@@ -163,6 +182,9 @@ class Runner:
         for chunk in plan.chunks:
             self.rows.settle(chunk.request)
             self.rows.place(chunk.request)
+            if chunk.is_last:
+                self._settle_adjustments(chunk.request)
+                self._guide(chunk.request, [])
         for request in plan.grown:
             if request.is_running:
                 self.rows.place(request)
@@ -171,24 +193,61 @@ class Runner:
                 self._transfers.send(getattr(self.rows, name), getattr(self.state, name))
         if plan.chunks or plan.grown:
             self._transfers.send(self.rows.page_table, self.state.page_table)
+        for request in plan.decodes:
+            if request.guide is not None:
+                self._guide(request, request.draft_ids[: request.num_draft_tokens])
+
+    def _settle_adjustments(self, request: Request) -> None:
+        assert request.row is not None, "only running requests are settled"
+        if not request.adjusts and request.row not in self._adjusted_rows:
+            return
+        assert self.step.adjustments is not None, "made when the request was added"
+        self.step.adjustments.settle(request)
+        (self._adjusted_rows.add if request.adjusts else self._adjusted_rows.discard)(request.row)
+
+    def _guide(self, request: Request, draft_ids: list[int]) -> None:
+        """Send what a request's grammar allows in its next pass, and the drafts that it prescribes."""
+        if request.guide is None:
+            return
+        adjustments = self.step.adjustments
+        assert adjustments is not None and request.row is not None, "made when it was added, and it runs"
+        allowed_LW = np.empty(adjustments.allowed.shape[1:], np.int32)
+        drafts = request.guide.plan(draft_ids, allowed_LW)
+        adjustments.write(adjustments.allowed[request.row], allowed_LW)
+        if drafts != draft_ids:
+            adjustments.write(self.state.tokens[request.row, 1 : 1 + len(drafts)], np.array(drafts, np.int64))
+
+    def _fetch_drafts(self, result: Pass) -> None:
+        for index, request in enumerate(result.requests):
+            if request.guide is not None:
+                result.newest[index] = self._transfers.fetch(self.state.tokens[request.row].clone())
 
     def _prefill(self, plan: Plan) -> Pass:
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         bucket = self._prefill_bucket(num_tokens, len(plan.chunks) + 1)
         packed = np.empty(packed_size(*bucket), np.int64)
         pack_chunks(plan.chunks, self.state.nobody, *bucket, packed)
-        if self.captures_graphs:
-            device_packed, replay = self._prefill_graphs[bucket]
+        last = [(index, chunk.request) for index, chunk in enumerate(plan.chunks) if chunk.is_last]
+        adjusts = any(request.adjusts for _, request in last)
+        scored = scored_tokens(plan)
+        if scored:
+            # Rare, and of any size: not worth a graph.
+            chunks = _chunks(torch.from_numpy(packed).to(self.device), bucket)
+            places_S = torch.tensor([place for _, places in scored for place in places], device=self.device)
+            decoded = self.step.prefill(chunks, adjusts, places_S)
+        elif self.captures_graphs:
+            device_packed, replay = self._prefill_graph(bucket, adjusts)
             self._transfers.send(packed, device_packed)
             decoded = replay()
         else:
-            decoded = self.step.prefill(_chunks(torch.from_numpy(packed).to(self.device), bucket))
-        last = [(index, chunk.request) for index, chunk in enumerate(plan.chunks) if chunk.is_last]
+            decoded = self.step.prefill(_chunks(torch.from_numpy(packed).to(self.device), bucket), adjusts)
         emitted: Rows = self._transfers.fetch(decoded.emitted_BL1[: len(plan.chunks)])
         if len(last) < len(plan.chunks):
             emitted = SelectedRows(emitted, [index for index, _ in last])
         result = Pass([request for _, request in last], [request.epoch for _, request in last], emitted, False)
-        self._add_logprobs(result, decoded, [index for index, _ in last], 1)
+        add_logprobs(result, decoded, [index for index, _ in last], 1)
+        add_scores(result, decoded, scored)
+        self._fetch_drafts(result)
         return result
 
     def _prefill_bucket(self, num_tokens: int, num_chunks: int) -> tuple[int, int]:
@@ -202,33 +261,22 @@ class Runner:
 
     def _decode(self, requests: Sequence[Request]) -> Pass:
         rows = [request.row for request in requests]
+        adjusts = any(request.adjusts for request in requests)
         if self.captures_graphs:
             size = next(size for size in self._decode_graphs if size >= len(rows))
-            device_rows, replay = self._decode_graphs[size]
+            device_rows, replay = self._decode_graph(size, adjusts)
             padded = rows + [self.state.nobody] * (size - len(rows))
             if padded != self._decode_rows:
                 self._transfers.send(np.array(padded, np.int64), device_rows)
                 self._decode_rows = padded  # type: ignore[assignment]
             decoded = replay()
         else:
-            decoded = self.step.decode(torch.tensor(rows, device=self.device))
+            decoded = self.step.decode(torch.tensor(rows, device=self.device), adjusts)
         emitted = self._transfers.fetch(decoded.emitted_BL1[: len(rows)])
         result = Pass(list(requests), [request.epoch for request in requests], emitted, True)
-        self._add_logprobs(result, decoded, list(range(len(rows))), self.num_draft_tokens + 1)
+        add_logprobs(result, decoded, list(range(len(rows))), self.num_draft_tokens + 1)
+        self._fetch_drafts(result)
         return result
-
-    def _add_logprobs(self, result: Pass, decoded: Decoded, places: list[int], num_rows: int) -> None:
-        """For requests that ask for them: log-probabilities of what was emitted and of the likeliest tokens."""
-        for index, (request, place) in enumerate(zip(result.requests, places, strict=True)):
-            if request.params.logprobs is None:
-                continue
-            logits_LV = decoded.logits_NV[place * num_rows : (place + 1) * num_rows].float()
-            logprobs_LV = logits_LV.log_softmax(-1)
-            chosen_L1 = decoded.emitted_BL1[place, 1:, None]
-            top = logprobs_LV.topk(request.params.logprobs, dim=-1)
-            result.logprobs[index] = tuple(
-                part.to("cpu") for part in (logprobs_LV.gather(1, chosen_L1)[:, 0], top.values, top.indices)
-            )  # type: ignore[assignment]
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
@@ -282,7 +330,10 @@ class Runner:
         num_rows = max(self.config.prefill_tokens, 2 * num_logits)
         intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
         width = 8 * self.target.hidden_size + 4 * intermediate
-        return 6 * num_logits * self.target.vocab_size + 4 * num_rows * width + 2**30
+        # Adjusted logits are two more in float32, and each row has counts, marks of its prompt and bits.
+        logit_bytes, row_bytes = (14, 6) if self.config.capture_adjusted else (6, 0)
+        logits = (logit_bytes * num_logits + row_bytes * self.max_batch) * self.target.vocab_size
+        return logits + 4 * num_rows * width + 2**30
 
     @torch.no_grad()
     def _capture_all(self, progress: Progress) -> Captures:
@@ -290,12 +341,11 @@ class Runner:
         started, free = time.perf_counter(), free_bytes(self.device)
         decode_sizes = decode_buckets(self.max_batch)[::-1]
         prefill_sizes = prefill_buckets(self.config.prefill_tokens)[::-1]
-        total, pool = len(decode_sizes) + len(prefill_sizes), torch.cuda.graph_pool_handle()
+        total, self._pool = len(decode_sizes) + len(prefill_sizes), torch.cuda.graph_pool_handle()
+        pool = self._pool
         for num_done, bucket in enumerate(prefill_sizes):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
-            packed = np.empty(packed_size(*bucket), np.int64)
-            pack_chunks((), self.state.nobody, *bucket, packed)
-            device_packed = torch.from_numpy(packed).to(self.device)
+            device_packed = self._no_chunks(bucket)
             chunks = _chunks(device_packed, bucket)
             self._prefill_graphs[bucket] = device_packed, record(lambda c=chunks: self.step.prefill(c), pool)  # type: ignore[misc]
         graphs = {}
@@ -304,10 +354,42 @@ class Runner:
             rows = torch.full((size,), self.state.nobody, device=self.device)
             graphs[size] = rows, record(lambda r=rows: self.step.decode(r), pool)  # type: ignore[misc]
         self._decode_graphs = dict(sorted(graphs.items()))
+        if self.config.capture_adjusted:
+            self.prepare_adjustments()
+            for bucket in prefill_sizes:
+                self._prefill_graph(bucket, adjusts=True)
+            for size in decode_sizes:
+                self._decode_graph(size, adjusts=True)
+            total += len(self._adjusted_graphs)
         progress("ready", total, total)
         captures = Captures(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
         log.info("%d graphs in %.1f s, %.2f GiB", total, captures.seconds, captures.num_bytes / 2**30)
         return captures
+
+    def _no_chunks(self, bucket: tuple[int, int]) -> Tensor:
+        packed = np.empty(packed_size(*bucket), np.int64)
+        pack_chunks((), self.state.nobody, *bucket, packed)
+        return torch.from_numpy(packed).to(self.device)
+
+    def _decode_graph(self, size: int, adjusts: bool) -> tuple[Tensor, Callable[[], Decoded]]:
+        rows, replay = self._decode_graphs[size]
+        if not adjusts:
+            return rows, replay
+        if size not in self._adjusted_graphs:
+            rows.fill_(self.state.nobody)  # recording runs the step, which must touch nobody
+            self._decode_rows = []
+            self._adjusted_graphs[size] = record(lambda: self.step.decode(rows, adjusts=True), self._pool)
+        return rows, self._adjusted_graphs[size]
+
+    def _prefill_graph(self, bucket: tuple[int, int], adjusts: bool) -> tuple[Tensor, Callable[[], Decoded]]:
+        packed, replay = self._prefill_graphs[bucket]
+        if not adjusts:
+            return packed, replay
+        if bucket not in self._adjusted_graphs:
+            packed.copy_(self._no_chunks(bucket))
+            chunks = _chunks(packed, bucket)
+            self._adjusted_graphs[bucket] = record(lambda: self.step.prefill(chunks, adjusts=True), self._pool)
+        return packed, self._adjusted_graphs[bucket]
 
     @torch.no_grad()
     def step_times(self, batch: int, length: int = 256, repeats: int = 30) -> StepTimes | None:

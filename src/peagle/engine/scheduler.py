@@ -13,7 +13,8 @@ finished in between are skipped. A result is reported only while `request.epoch`
 The rules:
 
 - The order of arrival is the priority. Every running request is older than every waiting one.
-- Every decoding request is in every plan, until its last token is on the way.
+- Every decoding request is in every plan, until its last token is on the way. One that is held to a grammar skips a
+  plan where the host has not seen its last pass.
 - A decoding request that needs a page when none is free preempts the youngest running one, itself if need be. The
   oldest can take all pages, and no request is accepted that needs more, so the oldest always finishes.
 - A waiting request is admitted when there is a row, and pages for its whole text and its first decode pass. It never
@@ -23,6 +24,7 @@ The rules:
 - A prefill pass costs about a decode pass, however few tokens it has. So where many requests decode, a new one may be
   held back for a few plans, until others have come to share its pass.
 - Nothing is computed twice at the same time: a request whose next page an older one is just prefilling waits for it.
+- A request that wants log-probabilities of its prompt runs all of it, a little a plan, and takes over no pages.
 
 Pages whose content is found in the pool are taken over and not prefilled. The drafter's entry at the first position
 behind them reads the target's state of the token before, which is not kept; so prefill starts one token early, and
@@ -43,6 +45,7 @@ does not write that token again. With pages of 4 tokens and a text that begins l
 """
 
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +56,8 @@ from peagle.errors import CapacityError, ConfigError, RequestError
 
 DECODES_A_NEW_REQUEST = 16
 """One new request for so many that decode is worth a prefill pass."""
+SCORED_TOKENS = 256
+"""Tokens of prompts a plan for which the logits of every token are kept: they take far more room than the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,10 @@ class Scheduler:
     @property
     def waiting(self) -> Collection[Request]:  # live views, oldest first
         return self._waiting.values()
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def running(self) -> Collection[Request]:
@@ -245,20 +254,26 @@ class Scheduler:
 
     def _plan_chunks(self, may_admit: bool) -> list[Chunk]:
         """Share out the prefill tokens: first half of what is left to each, then the rest to the youngest of them."""
-        num_left = self.config.prefill_tokens
+        num_left, num_scored = self.config.prefill_tokens, SCORED_TOKENS
         shares: dict[Request, int] = {}
         keys_in_work: set[bytes] = set()
         for request in self._prefilling(may_admit):
             next_keys = request.page_keys[request.num_registered :]
-            if next_keys and next_keys[0] in keys_in_work:
+            if (next_keys and next_keys[0] in keys_in_work) or (request.wants_scores and not num_scored):
                 continue
             keys_in_work.update(next_keys)
             half = max(num_left // 2, self.pages.page_size)
-            shares[request] = min(len(request.token_ids) - request.num_prefilled, half, num_left)
-            num_left -= shares[request]
+            share = min(len(request.token_ids) - request.num_prefilled, half, num_left)
+            if request.wants_scores:
+                share = min(share, num_scored)
+                num_scored -= share
+            shares[request] = share
+            num_left -= share
             if not num_left or len(shares) == self.config.max_chunks:
                 break
         for request in reversed(shares):
+            if request.wants_scores:
+                continue
             more = min(len(request.token_ids) - request.num_prefilled - shares[request], num_left)
             shares[request] += more
             num_left -= more
@@ -267,7 +282,8 @@ class Scheduler:
     def _prefilling(self, may_admit: bool) -> Iterator[Request]:
         """Requests with text to prefill, oldest first; the waiting ones are admitted as they are asked for."""
         for request in [request for request in self._running.values() if request.state == "prefill"]:
-            self._take_over(request, self.pages.match(request.page_keys[request.num_registered :]))
+            if not request.wants_scores:
+                self._take_over(request, self.pages.match(request.page_keys[request.num_registered :]))
             yield request
         while may_admit and (admitted := self._admit_oldest()) is not None:
             yield admitted
@@ -289,7 +305,7 @@ class Scheduler:
             return None
         request = next(iter(self._waiting.values()))
         self.pages.extend_keys(request.page_keys, request.token_ids)
-        shared = self.pages.match(request.page_keys)
+        shared = [] if request.wants_scores else self.pages.match(request.page_keys)
         num_pages = self.pages.pages_for(request.reach(1))
         num_taken = num_pages - sum(self.pages.num_holders(page) > 0 for page in shared)
         # One page is left to each running request: they grow first, and would only push this one out again.
@@ -299,6 +315,8 @@ class Scheduler:
         self._running[request.request_id] = request
         request.row = heapq.heappop(self._free_rows)
         request.state = "prefill"
+        if request.started_at is None:
+            request.started_at = time.perf_counter()
         self._take_over(request, shared)
         request.pages += self.pages.allocate(num_pages - len(shared))
         return request

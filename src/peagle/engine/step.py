@@ -11,7 +11,8 @@ and leaves in the row what the next step needs, so that steps can follow each ot
 decoding is the same with K = 0. Prefill runs chunks of several requests' texts, fills both memories, and ends, for a
 request's last chunk, where a decode step ends: with a newest token and drafts in the row.
 
-Everything is shaped by B and K alone, so each (B, K) is one CUDA graph.
+Everything is shaped by B and K alone, so each (B, K) is one CUDA graph; passes with a request whose logits are changed
+before the choice (`Adjustments`) are a second one.
 
 Where things are kept: token i of a text has its target key at index i of its pages. The drafter's entry that reads
 token i (anchor i - 1) is kept at index i of the same pages: what a page holds then depends on the tokens up to its end
@@ -33,6 +34,7 @@ from peagle.decoding.sampling import STREAM_DRAW
 from peagle.decoding.verify import keep_matches
 from peagle.drafter.model import Drafter
 from peagle.drafter.slots import PADDING, batch_serving_slots, slot_inputs
+from peagle.engine.adjustments import Adjustments
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
 from peagle.kernels.choose import choose_tokens
 from peagle.targets.paged import Compile, Memory, PagedTarget
@@ -106,6 +108,8 @@ class Decoded(NamedTuple):
     emitted_BL1: Tensor
     logits_NV: Tensor
     """what the target said, N = B * L rows for a decode step, one a chunk for a prefill"""
+    scored_logits_SV: Tensor | None = None
+    """what it said after those tokens of a prefill that were asked for"""
 
 
 class Verified(NamedTuple):
@@ -141,11 +145,15 @@ class Step:
     ) -> None:
         self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
         self.state, self.target_memory, self.drafter_memory = state, target_memory, drafter_memory
+        self.adjustments: Adjustments | None = None
+        """given to it before the first pass that `adjusts`"""
         self.page_size = target_memory[0][0].shape[1]
         self.max_position = max_position
         compile = compile or (lambda function: function)
         self._lay_out, self._accept = compile(self._lay_out), compile(self._accept)  # type: ignore[method-assign]
+        self._accept_adjusted = compile(self._accept_adjusted)  # type: ignore[method-assign]
         self._lay_out_chunks, self._start = compile(self._lay_out_chunks), compile(self._start)  # type: ignore[method-assign]
+        self._start_adjusted = compile(self._start_adjusted)  # type: ignore[method-assign]
         if drafter is not None:
             self._fuse, self._likeliest = compile(drafter.fuse), compile(self._likeliest)  # type: ignore[method-assign]
             self._lay_out_slots = compile(self._lay_out_slots)  # type: ignore[method-assign]
@@ -156,19 +164,20 @@ class Step:
 
     # A decode step ----------------------------------------------------------------------------------------------------
 
-    def decode(self, rows_B: Tensor) -> Decoded:
-        """One step of the given rows."""
-        verified = self.verify(rows_B)
+    def decode(self, rows_B: Tensor, adjusts: bool = False) -> Decoded:
+        """One step of the given rows; `adjusts` where a request among them asks for it."""
+        verified = self.verify(rows_B, adjusts)
         self.draft(rows_B, verified)
         return verified.decoded
 
-    def verify(self, rows_B: Tensor) -> Verified:
+    def verify(self, rows_B: Tensor, adjusts: bool = False) -> Verified:
         """The first half of a step, up to the commit."""
         token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
         logits_NV, aux_NA = self.target.forward(
             token_ids_N, position_N, self.target_memory, paged_rows, None, has_aux=self.drafter is not None
         )
-        emitted_BL1, known_BL1, next_B1, num_accepted_B = self._accept(rows_B, token_ids_N, logits_NV)
+        accept = self._accept_adjusted if adjusts else self._accept
+        emitted_BL1, known_BL1, next_B1, num_accepted_B = accept(rows_B, token_ids_N, logits_NV)
         return Verified(Decoded(emitted_BL1, logits_NV), paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B)
 
     def draft(self, rows_B: Tensor, verified: Verified) -> None:
@@ -201,10 +210,25 @@ class Step:
     def _accept(self, rows_B: Tensor, token_ids_N: Tensor, logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Decide and commit: what is emitted [B, L + 1], the text from the old newest token on [B, L + 1], the new
         newest token [B, 1], and how many drafts were accepted [B]."""
+        wanted_BL = self._choose(logits_NV, rows_B, self.state.length[rows_B] + 1)
+        return self._commit(rows_B, token_ids_N.view(len(rows_B), -1), wanted_BL)
+
+    def _accept_adjusted(
+        self, rows_B: Tensor, token_ids_N: Tensor, logits_NV: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_accept` by what the rows' requests make of the logits; their counts take the emitted tokens in."""
+        assert self.adjustments is not None, "given before"
+        tokens_BL = token_ids_N.view(len(rows_B), self.num_draft_tokens + 1)
+        position_B = self.state.length[rows_B] + 1
+        adjusted_NV = self.adjustments.apply(logits_NV, rows_B, tokens_BL[:, 1:], position_B)
+        wanted_BL = self._choose(adjusted_NV, rows_B, position_B)
+        committed = self._commit(rows_B, tokens_BL, wanted_BL)
+        self.adjustments.count(rows_B, wanted_BL, committed[0][:, 0])
+        return committed
+
+    def _commit(self, rows_B: Tensor, tokens_BL: Tensor, wanted_BL: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = self.state
         length_B = state.length[rows_B]
-        tokens_BL = token_ids_N.view(len(rows_B), -1)
-        wanted_BL = self._choose(logits_NV, rows_B, length_B + 1)
         num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], state.max_draft[rows_B])
         # The row that is nobody's must not grow: it stands in several places of a batch, and its text is all waste.
         new_length_B = (length_B + num_accepted_B + 1).masked_fill(rows_B == state.nobody, 0)
@@ -230,16 +254,28 @@ class Step:
 
     # Prefill ----------------------------------------------------------------------------------------------------------
 
-    def prefill(self, chunks: Chunks) -> Decoded:
-        """Run pieces of texts. Each emits one token, which means something where the chunk is its text's last."""
+    def prefill(self, chunks: Chunks, adjusts: bool = False, scored_S: Tensor | None = None) -> Decoded:
+        """Run pieces of texts. Each emits one token, which means something where the chunk is its text's last.
+
+        `scored_S` are places among the N tokens whose logits are wanted too.
+        """
         index_N, position_N, end_C, last_C, paged_rows = self._lay_out_chunks(chunks)
-        logits_CV, aux_NA = self.target.forward(
-            chunks.token_ids_N, position_N, self.target_memory, paged_rows, last_C, has_aux=self.drafter is not None
+        logit_rows_R = last_C if scored_S is None else torch.cat([last_C, scored_S])
+        logits_RV, aux_NA = self.target.forward(
+            chunks.token_ids_N,
+            position_N,
+            self.target_memory,
+            paged_rows,
+            logit_rows_R,
+            has_aux=self.drafter is not None,
         )
-        rows_C, next_C1, emitted_C2 = self._start(chunks, end_C, logits_CV)
+        logits_CV = logits_RV[: len(last_C)]
+        scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
+        start = self._start_adjusted if adjusts else self._start
+        rows_C, next_C1, emitted_C2 = start(chunks, end_C, logits_CV)
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_C, next_C1)
-            return Decoded(emitted_C2, logits_CV)
+            return Decoded(emitted_C2, logits_CV, scored_logits_SV)
         fused_ND = self._fuse(aux_NA)
         anchor_rows, embedding_1ND, rotary = self._lay_out_anchors(chunks, index_N, position_N, end_C, fused_ND)
         self.drafter.run_layers(fused_ND[None], embedding_1ND, rotary, self._pages_of(anchor_rows))
@@ -251,7 +287,7 @@ class Step:
             fused_ND[last_C][:, None],
         )
         self.state.tokens.index_copy_(0, rows_C, torch.cat([next_C1, drafts_CK], dim=1))
-        return Decoded(emitted_C2, logits_CV)
+        return Decoded(emitted_C2, logits_CV, scored_logits_SV)
 
     def _lay_out_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, PagedRows]:
         """Index and position of every token, the length of each text so far, its last token, and where all stand."""
@@ -279,6 +315,14 @@ class Step:
         rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.nobody)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.nobody, 0))
         return rows_C, next_C1, torch.cat([torch.ones_like(next_C1), next_C1], dim=1)
+
+    def _start_adjusted(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.adjustments is not None, "given before"
+        no_drafts_C0 = chunks.row_C.new_empty(len(chunks.row_C), 0)
+        adjusted_CV = self.adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C)
+        rows_C, next_C1, emitted_C2 = self._start(chunks, end_C, adjusted_CV)
+        self.adjustments.count(rows_C, next_C1, emitted_C2[:, 0])
+        return rows_C, next_C1, emitted_C2
 
     def _lay_out_anchors(
         self, chunks: Chunks, index_N: Tensor, position_N: Tensor, end_C: Tensor, fused_ND: Tensor

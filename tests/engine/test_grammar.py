@@ -1,0 +1,317 @@
+"""Answers by a grammar: they keep to it, equal the reference decoder's, and drafts that it prescribes are accepted."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import decoders
+
+from families import family_target, sequential, trained_drafter
+from peagle.decoding.grammar import make_guide
+from peagle.decoding.reference import decode
+from peagle.drafter.model import Drafter
+from peagle.engine.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import RequestOutput
+from peagle.errors import MissingExtraError, RequestError, TargetError
+from peagle.sampling_params import Grammar, SamplingParams
+from peagle.targets.hf import HFTarget
+from tiny import tiny_tokenizer
+
+NUM_DRAFT_TOKENS = 4
+PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
+TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "kind": {"enum": ["the first kind", "the other kind"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+SCHEMA_TEXT = json.dumps(SCHEMA)
+GRAMMARS = (
+    Grammar("json_schema", SCHEMA_TEXT),
+    Grammar("choice", ("yes", "no, never", 'say "\u00e9"\n')),
+    Grammar("regex", r"[a-c]{2,5}-(the user|the aster)[0-9]+x"),
+    None,
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return family_target("llama", seed=3)
+
+
+def wishes(index: int) -> SamplingParams:
+    """Every fourth request is free, every third one samples, some have penalties or fewer drafts."""
+    grammar = GRAMMARS[index % 4]
+    return SamplingParams(
+        max_tokens=80 if grammar else 16,
+        temperature=0.8 if index % 3 == 0 else 0.0,
+        seed=index,
+        grammar=grammar,
+        presence_penalty=0.5 if index % 5 == 0 else 0.0,
+        num_draft_tokens=(None, None, 2, 0)[index % 7 % 4],
+    )
+
+
+def check_kept(text: str, grammar: Grammar | None, finish_reason: str | None) -> None:
+    if grammar is None or finish_reason == "length":
+        return
+    if grammar.kind == "choice":
+        assert text in (grammar.value or ())
+    elif grammar.kind == "regex":
+        assert re.fullmatch(str(grammar.value), text)
+    else:
+        found = json.loads(text)
+        assert list(found) == ["name", "kind", "ages"] and len(found["name"]) <= 3
+        assert found["kind"] in SCHEMA["properties"]["kind"]["enum"]  # type: ignore[index]
+        assert len(found["ages"]) <= 2 and all(0 <= age <= 99 for age in found["ages"])
+
+
+def reference(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
+    steps = decode(target, prompt, replace(params, num_draft_tokens=None), **drafting)
+    return tuple(token for step in steps for token in step.token_ids)
+
+
+@pytest.fixture(scope="module")
+def expected(target: HFTarget) -> list[tuple[int, ...]]:
+    return [reference(target, prompt, wishes(index)) for index, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def drafter(target: HFTarget) -> Drafter:
+    """Knows the free answers only: what a grammar prescribes is news to it."""
+    free = SamplingParams(max_tokens=24, ignore_eos=True)
+    texts = [[*prompt, *reference(target, prompt, free)] for prompt in PROMPTS]
+    return trained_drafter(target, texts, num_steps=120)
+
+
+def start(drafter: Drafter | None, **settings: Any) -> Engine:
+    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
+    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
+    return [outputs[name] for name in ids]
+
+
+@pytest.fixture
+def engine(drafter: Drafter) -> Iterator[Engine]:
+    engine = start(drafter, page_size=4)
+    yield engine
+    engine.close()
+
+
+def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_drafts(
+    target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]]
+) -> None:
+    num_ended = 0
+    for index, prompt in enumerate(PROMPTS):
+        params = replace(wishes(index), num_draft_tokens=None)
+        steps = list(decode(target, prompt, params, drafter=drafter, num_draft_tokens=NUM_DRAFT_TOKENS))
+        assert tuple(token for step in steps for token in step.token_ids) == expected[index]
+        check_kept("".join(step.text for step in steps), params.grammar, steps[-1].finish_reason)
+        num_ended += params.grammar is not None and steps[-1].finish_reason == "stop"
+    assert num_ended >= 8, "most answers come to the end of their grammar"
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
+@pytest.mark.parametrize("settings", [{"page_size": 4}, {"max_batch": 1, "max_length": 110}, TIGHT])
+def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
+    target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
+) -> None:
+    chosen = {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method]
+    engine = start(chosen, **settings)
+    params = [wishes(index) for index in range(len(PROMPTS))]
+    if chosen is None:
+        params = [replace(own, num_draft_tokens=None) for own in params]
+    outputs = serve(engine, PROMPTS, params)
+    stats = engine.stats()
+    engine.close()
+    for output, wanted, own in zip(outputs, expected, params, strict=True):
+        assert output.outputs[0].token_ids == wanted, own
+        check_kept(output.outputs[0].text, own.grammar, output.outputs[0].finish_reason)
+    assert (settings is not TIGHT) or stats.num_preemptions > 0, "the pages are too few for all"
+
+
+def test_answers_are_the_same_where_the_engine_is_a_step_ahead(
+    target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]]
+) -> None:
+    """As on a GPU: a launch is collected after the next one, unless a grammar has to know."""
+    engine = start(drafter, page_size=4, max_length=110)
+    engine.runner.is_asynchronous = False
+    launch = engine.runner.launch
+    most_in_flight = {"guided": 0, "free": 0}
+
+    def watched(plan: Any) -> Any:
+        for request in plan.decodes:
+            kind = "free" if request.guide is None else "guided"
+            most_in_flight[kind] = max(most_in_flight[kind], request.num_in_flight)
+        with_no_events = launch(plan)
+        engine.runner.is_asynchronous = True  # read by `Engine.step` after the launch
+        return with_no_events
+
+    step = engine.step
+
+    def one_behind() -> list[RequestOutput]:
+        engine.runner.is_asynchronous = False
+        return step()
+
+    engine.runner.launch = watched  # type: ignore[method-assign]
+    engine.step = one_behind  # type: ignore[method-assign]
+    free_first = sorted(range(len(PROMPTS)), key=lambda index: index % 4 != 3)
+    params = [replace(wishes(index), num_draft_tokens=None) for index in free_first]
+    outputs = serve(engine, [PROMPTS[index] for index in free_first], params)
+    alone = serve(engine, [PROMPTS[index] for index in free_first[:4]], params[:4])
+    engine.close()
+    assert [output.outputs[0].token_ids for output in outputs] == [expected[index] for index in free_first]
+    assert [output.outputs[0].token_ids for output in alone] == [expected[index] for index in free_first[:4]]
+    assert most_in_flight["guided"] == 1, "the host has seen everything before a guided pass"
+    assert most_in_flight["free"] >= 2, "others do not wait where no grammar is"
+
+
+def test_what_the_grammar_prescribes_is_drafted_and_accepted(engine: Engine, target: HFTarget) -> None:
+    """A token for each character: whatever the target would say, names and brackets need no guess."""
+    words = tiny_tokenizer().encode('{"name": "')
+    params = SamplingParams(max_tokens=80, grammar=Grammar("json_schema", SCHEMA_TEXT))
+    (output,) = serve(engine, [PROMPTS[3]], [params])
+    completion = output.outputs[0]
+    assert list(completion.token_ids[: len(words)]) == words and completion.finish_reason == "stop"
+    assert completion.token_ids[-1] == 2, "the end itself is drafted where nothing else can come"
+    free = serve(engine, [PROMPTS[3]], [SamplingParams(max_tokens=len(completion.token_ids), ignore_eos=True)])[0]
+    assert output.metrics.acceptance.acceptance_length > free.metrics.acceptance.acceptance_length
+    assert output.metrics.acceptance.acceptance_length > 2.5
+
+
+def test_acceptance_is_no_lower_with_a_schema_than_without(engine: Engine) -> None:
+    grammar = Grammar("json_schema", SCHEMA_TEXT)
+    found = []
+    for params in (SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, grammar=grammar)):
+        outputs = serve(engine, PROMPTS, [params] * len(PROMPTS))
+        acceptances = [output.metrics.acceptance for output in outputs]
+        found.append(sum(acceptances[1:], acceptances[0]).acceptance_length)
+    assert found[1] >= found[0], found
+
+
+def test_any_json_object_is_one(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=90, temperature=1.0, grammar=Grammar("json_object"))
+    outputs = serve(engine, PROMPTS[:8], [replace(params, seed=index) for index in range(8)])
+    ended = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "stop"]
+    assert all(isinstance(json.loads(completion.text), dict) for completion in ended)
+    assert all(output.outputs[0].text.startswith("{") for output in outputs)
+
+
+def test_several_answers_to_one_prompt_have_guides_of_their_own(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.2, grammar=GRAMMARS[2], n=3)
+    (output,) = serve(engine, [PROMPTS[2]], [params])
+    for completion in output.outputs:
+        check_kept(completion.text, params.grammar, completion.finish_reason)
+    assert len({completion.text for completion in output.outputs}) > 1
+
+
+def test_an_aborted_request_leaves_the_others_and_the_guides_alone(
+    engine: Engine, expected: list[tuple[int, ...]]
+) -> None:
+    names = [engine.add(prompt, wishes(index)) for index, prompt in enumerate(PROMPTS[:8])]
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(3):
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert engine.abort(names[0]), "it is not done yet"
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    for index, name in enumerate(names[1:], start=1):
+        assert outputs[name].outputs[0].token_ids == expected[index]
+    assert engine._guided == set(), "nothing is kept of what has ended"
+
+
+def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allows(target: HFTarget) -> None:
+    tokenizer = tiny_tokenizer()
+    guide, fresh = make_guide(target, GRAMMARS[0]), make_guide(target, GRAMMARS[0])  # type: ignore[arg-type]
+    text = tokenizer.encode('{"name": "ab", "kind": "the first kind", "ages": [7, 23]}')
+    for length in range(len(text)):
+        allowed_LW = np.empty((NUM_DRAFT_TOKENS + 1, -(-target.vocab_size // 32)), np.int32)
+        proposed = [*text, 2, 2, 2, 2, 2][length : length + NUM_DRAFT_TOKENS]
+        drafts = guide.plan(proposed, allowed_LW)
+        for row in range(len(drafts) + 1):
+            wanted = fresh.allowed_after([*text[:length], *drafts[:row]])
+            found = np.unpackbits(allowed_LW[row].view(np.uint8), bitorder="little").astype(bool)
+            assert found.all() if wanted is None else (found == wanted).all(), (length, row)
+            if row < len(drafts) and not found[drafts[row]]:
+                break
+        guide.advance([text[length]])
+    assert guide.plan([9, 9], allowed_LW[:3])[0] == 2, "only the end is left"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar("json", "{}"), "grammar must be one of json_schema, json_object, regex, choice, got 'json'"),  # type: ignore[arg-type]
+        (lambda: Grammar("json_schema", "[1]"), "a grammar of kind json_schema takes a JSON object as text"),
+        (lambda: Grammar("json_schema", "{"), "a grammar of kind json_schema takes a JSON object as text"),
+        (lambda: Grammar("json_object", "{}"), "a grammar of kind json_object takes no value, got '{}'"),
+        (lambda: Grammar("choice", ()), "a grammar of kind choice takes a list of non-empty strings"),
+        (lambda: Grammar("choice", ("a", "")), "a grammar of kind choice takes a list of non-empty strings"),
+        (lambda: Grammar("regex"), "a grammar of kind regex takes a regular expression, got None"),
+        (lambda: SamplingParams(grammar=Grammar("json_object"), ignore_eos=True), "ignore_eos must be off where a gr"),
+        (lambda: SamplingParams(grammar=Grammar("json_object"), min_tokens=3), "min_tokens must be 0 where a grammar"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        make()
+    assert Grammar("choice", ["a", "b"]) == Grammar("choice", ("a", "b"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar("regex", "("), "the regex of the grammar cannot be followed: .*unclosed group"),
+        (
+            Grammar("json_schema", '{"type": "nonsense"}'),
+            "the json_schema of the grammar cannot be followed: .*nonsense",
+        ),
+        (Grammar("json_schema", '{"not": {}}'), 'cannot be followed: .*"not"'),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_and_harms_nobody(
+    engine: Engine, grammar: Grammar, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.add(PROMPTS[0], SamplingParams(grammar=grammar))
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+    assert not engine.has_work
+    serve(engine, PROMPTS[:1], [SamplingParams(max_tokens=3)])
+
+
+def test_a_tokenizer_that_the_library_would_misread_is_read_right_or_refused() -> None:
+    """The decoder of a tokenizer from a GGUF file lists what it does not need before what it does."""
+    readable, broken = family_target("llama"), family_target("llama")
+    backend = readable.tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()])
+    guide = make_guide(readable, Grammar("regex", "a the"))
+    text = readable.tokenizer.encode("a the")
+    guide.advance(text[:1])
+    assert guide.plan([3, 3], np.empty((3, 9), np.int32))[0] == text[1], "a space is known as one"
+    broken.tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()
+    with pytest.raises(TargetError, match="'tiny-llama' has a tokenizer that the library for grammars misreads"):
+        make_guide(broken, Grammar("json_object"))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"needs the package 'llguidance'.*\n.*peagle\[serve\]"):
+        make_guide(family_target("llama"), Grammar("json_object"))

@@ -1,0 +1,264 @@
+"""Penalties, biases and min_tokens: equal to the reference decoder whatever drafts, batch and preemptions there are."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from families import family_target, sequential, trained_drafter
+from peagle.decoding.adjusting import adjusted_logits
+from peagle.decoding.reference import decode
+from peagle.drafter.model import Drafter
+from peagle.engine.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import RequestOutput
+from peagle.errors import RequestError
+from peagle.kernels.adjust import Edits, Penalties, adjust_logits
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+
+NUM_DRAFT_TOKENS = 4
+PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(24)]
+TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
+PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return family_target("llama", seed=3)
+
+
+def wishes(index: int) -> SamplingParams:
+    """Every fourth request asks for nothing of the kind, every second one samples."""
+    rng = random.Random(index)
+    params = replace(
+        PLAIN, max_tokens=rng.randrange(8, 24), temperature=(0.0, 0.9)[index % 2], seed=index, ignore_eos=index % 3 == 0
+    )
+    if index % 4 == 0:
+        return params
+    return replace(
+        params,
+        repetition_penalty=rng.choice((1.0, 1.3, 0.8, 2.0)),
+        frequency_penalty=rng.choice((0.0, 0.7, 1.9, -0.4)),
+        presence_penalty=rng.choice((0.0, 0.6, -1.1)),
+        logit_bias={rng.randrange(272): rng.uniform(-100, 9) for _ in range(rng.choice((0, 3, 40)))},
+        min_tokens=rng.choice((0, 4, 8)),
+        top_k=rng.choice((0, 12)),
+    )
+
+
+def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
+    return tuple(token for step in decode(target, prompt, params, **drafting) for token in step.token_ids)
+
+
+@pytest.fixture(scope="module")
+def expected(target: HFTarget) -> list[tuple[int, ...]]:
+    found = [answer(target, prompt, wishes(index)) for index, prompt in enumerate(PROMPTS)]
+    assert len(set(found)) == len(found), "answers vary"
+    return found
+
+
+@pytest.fixture(scope="module")
+def drafter(target: HFTarget, expected: list[tuple[int, ...]]) -> Drafter:
+    """Trained on the very answers, so that drafts are often right where penalties matter."""
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=200)
+
+
+def start(drafter: Drafter | None, **settings: Any) -> Engine:
+    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
+    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.check_integrity()
+    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
+    return [outputs[name] for name in ids]
+
+
+@pytest.fixture
+def engine(drafter: Drafter) -> Iterator[Engine]:
+    engine = start(drafter, page_size=4)
+    yield engine
+    engine.close()
+
+
+def test_drafts_change_nothing_in_the_reference_decoder(
+    target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]]
+) -> None:
+    num_accepted = 0
+    for index, prompt in enumerate(PROMPTS):
+        steps = list(decode(target, prompt, wishes(index), drafter=drafter, num_draft_tokens=NUM_DRAFT_TOKENS))
+        assert tuple(token for step in steps for token in step.token_ids) == expected[index]
+        num_accepted += sum(step.num_accepted for step in steps if wishes(index).adjusts_logits)
+    assert num_accepted > 20, "drafts of adjusted requests are accepted too"
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
+@pytest.mark.parametrize("settings", [{"page_size": 4}, {"max_batch": 1, "max_length": 60}, TIGHT])
+def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
+    target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
+) -> None:
+    """The rows of adjusted requests are taken over by others, and the other way round."""
+    chosen = {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method]
+    engine = start(chosen, **settings)
+    params = [wishes(index) for index in range(len(PROMPTS))]
+    outputs = serve(engine, PROMPTS, params)
+    stats = engine.stats()
+    engine.close()
+    for output, wanted, own in zip(outputs, expected, params, strict=True):
+        assert output.outputs[0].token_ids == wanted, own
+    assert (settings is not TIGHT) or stats.num_preemptions > 0, "the pages are too few for all"
+    if chosen is not None:
+        assert 0 < stats.accepted_per_position[1] < stats.num_drafts
+
+
+def test_tables_are_made_by_the_first_request_that_needs_them(engine: Engine) -> None:
+    serve(engine, PROMPTS[:4], [PLAIN] * 4)
+    assert engine.runner.step.adjustments is None, "nobody has asked"
+    serve(engine, PROMPTS[:4], [PLAIN] * 3 + [replace(PLAIN, presence_penalty=1.0)])
+    assert engine.runner.step.adjustments is not None
+
+
+def test_penalties_do_what_their_names_say(engine: Engine, target: HFTarget) -> None:
+    def most_repeated(**wish: Any) -> int:
+        params = replace(PLAIN, max_tokens=30, **wish)
+        outputs = serve(engine, PROMPTS[:8], [params] * 8)
+        return sum(max(Counter(output.outputs[0].token_ids).values()) for output in outputs)
+
+    plain = most_repeated()
+    assert most_repeated(frequency_penalty=2.0, presence_penalty=2.0) < plain
+    assert most_repeated(repetition_penalty=1.5) < plain
+    assert most_repeated(frequency_penalty=-2.0) > plain
+    (forced,) = serve(engine, PROMPTS[:1], [replace(PLAIN, logit_bias={77: 100.0})])
+    assert set(forced.outputs[0].token_ids) == {77}
+
+
+@pytest.mark.parametrize("min_tokens", [1, 2, 5, 9])
+def test_no_end_token_comes_before_min_tokens(engine: Engine, target: HFTarget, min_tokens: int) -> None:
+    eager = SamplingParams(max_tokens=12, logit_bias={2: 100.0}, min_tokens=min_tokens)
+    either = replace(eager, ignore_eos=True, stop_token_ids=(50, 51), logit_bias={50: 80.0, 51: 90.0})
+    outputs = serve(engine, [PROMPTS[3], PROMPTS[4]], [eager, either])
+    for output, params, last in zip(outputs, (eager, either), (2, 51), strict=True):
+        completion = output.outputs[0]
+        assert len(completion.token_ids) == min_tokens + 1, "it ends as soon as it may"
+        assert completion.token_ids[-1] == last and completion.finish_reason == "stop"
+        prompt = PROMPTS[3] if params is eager else PROMPTS[4]
+        assert completion.token_ids == answer(target, prompt, params)
+
+
+def test_stop_strings_count_only_where_they_end_after_min_tokens(engine: Engine, target: HFTarget) -> None:
+    whole = replace(PLAIN, max_tokens=20)
+    prompt = PROMPTS[5]
+    texts = [text for step in decode(target, prompt, whole) for text in step.texts]
+    stop = next(text for text in texts if text)
+    for min_tokens in range(0, 20, 3):
+        params = replace(whole, stop=(stop,), min_tokens=min_tokens)
+        (output,) = serve(engine, [prompt], [params])
+        steps = list(decode(target, prompt, params))
+        assert output.outputs[0].text == "".join(step.text for step in steps)
+        assert len(output.outputs[0].token_ids) > min_tokens or output.outputs[0].finish_reason == "length"
+
+
+def test_reported_logprobs_are_those_of_the_target_before_penalties(engine: Engine, target: HFTarget) -> None:
+    params = replace(PLAIN, logit_bias={77: 100.0}, repetition_penalty=1.7, logprobs=2)
+    (output,) = serve(engine, PROMPTS[6:7], [params])
+    completion = output.outputs[0]
+    text = torch.tensor([[*PROMPTS[6], *completion.token_ids]])
+    own_TV = target.forward(text).logits_BTV[0].log_softmax(-1)[len(PROMPTS[6]) - 1 :]
+    assert completion.logprobs is not None
+    for place, entry in enumerate(completion.logprobs):
+        assert entry.logprob == pytest.approx(own_TV[place, completion.token_ids[place]].item(), abs=1e-4)
+        assert list(entry.top) == own_TV[place].topk(2).indices.tolist()
+
+
+def test_batched_adjustments_equal_those_of_single_tokens() -> None:
+    """Random settings, texts and drafts with repeated tokens, on both sides of zero; to the last bit."""
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    vocab_size, num_drafts, width = 37, 3, 6
+    for _ in range(40):
+        logits_LV = torch.randn(num_drafts + 1, vocab_size, generator=generator) * 4
+        prompt, text = ([rng.randrange(12) for _ in range(rng.randrange(1, 9))] for _ in range(2))
+        drafts = [rng.randrange(12) for _ in range(num_drafts)]
+        params = SamplingParams(
+            max_tokens=99,
+            min_tokens=rng.randrange(14),
+            logit_bias={rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(4)},
+            repetition_penalty=rng.choice((0.5, 1.0, 1.7)),
+            frequency_penalty=rng.uniform(-2, 2),
+            presence_penalty=rng.uniform(-2, 2),
+        )
+        entries = [(token, bias, 2**62) for token, bias in params.logit_bias.items()]
+        entries.append((5, float("-inf"), len(prompt) + params.min_tokens))
+        entries += [(0, 0.0, 0)] * (width - len(entries))
+        ids, values, ends = zip(*entries, strict=True)
+        counts, seen = Counter(text), set(prompt)
+        adjusted = adjust_logits(
+            logits_LV,
+            Edits(torch.tensor([ids]), torch.tensor([values]), torch.tensor([ends])),
+            Penalties(
+                *(
+                    torch.tensor([number])
+                    for number in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+                ),
+                torch.tensor([[counts[token] for token in range(vocab_size)]], dtype=torch.int32),
+                torch.tensor([[token in seen for token in range(vocab_size)]]),
+            ),
+            torch.full((1, num_drafts + 1, 2), -1, dtype=torch.int32),
+            torch.tensor([drafts]),
+            torch.tensor([len(prompt) + len(text)]),
+        )
+        for row in range(num_drafts + 1):
+            wanted = adjusted_logits(logits_LV[row], params, {5}, prompt, [*text, *drafts[:row]])
+            assert torch.equal(adjusted[row], wanted), params
+
+
+def test_what_is_not_allowed_has_no_chance_and_neutral_settings_change_no_bit() -> None:
+    logits_NV = torch.randn(4, 40)
+    allowed = torch.full((2, 2, 2), -1, dtype=torch.int32)
+    allowed[1, 1] = torch.tensor([1 << 3 | -(2**31), 1 << 7])
+    nothing = Edits(*(torch.zeros(2, 3, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64)))
+    counts = torch.randint(0, 9, (2, 40), dtype=torch.int32)
+    neutral = Penalties(torch.ones(2), torch.zeros(2), torch.zeros(2), counts, counts > 4)
+    adjusted = adjust_logits(logits_NV, nothing, neutral, allowed, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+    assert torch.equal(adjusted[:3], logits_NV[:3])
+    assert adjusted[3].isfinite().nonzero().flatten().tolist() == [3, 31, 39]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be between -2 and 2, got 2.1"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be between -2 and 2, got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0, got inf"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias must be at most 300 token ids with numbers between -100 and 100"),
+        ({"logit_bias": {-3: 1.0}}, "logit_bias must be at most 300 token ids"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias must be at most 300 token ids"),
+        ({"min_tokens": 7, "max_tokens": 6}, r"min_tokens must be between 0 and max_tokens \(6\), got 7"),
+        ({"min_tokens": -1}, "min_tokens must be between 0 and max_tokens"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**settings)
+
+
+def test_an_engine_refuses_what_does_not_fit_its_target(engine: Engine, target: HFTarget) -> None:
+    params = SamplingParams(logit_bias={272: 1.0})
+    for refuse in (lambda: engine.add(PROMPTS[0], params), lambda: decode(target, PROMPTS[0], params)):
+        with pytest.raises(RequestError, match="logit_bias token ids must lie between 0 and 271, got 272"):
+            refuse()
+    many = SamplingParams(min_tokens=2, stop_token_ids=tuple(itertools.chain(range(600))))
+    with pytest.raises(RequestError, match="600 in all, at most 512 can be"):
+        engine.add(PROMPTS[0], many)
+    assert not engine.has_work
