@@ -1,14 +1,17 @@
 """Every block of README.md and of the guides does what it says.
 
-Blocks tagged `python` run as scripts. In blocks tagged `bash` or `console` each `peagle ...` line runs, and each
-`make ...` line must name targets that exist. The blocks of one document share a temporary directory and run in order,
-so that a later one may use what an earlier one wrote. A block that cannot run here says why on the line before it:
+Blocks tagged `python` run as scripts. In blocks tagged `bash` or `console` each `peagle ...`, `curl ...` and `kill ...`
+line runs, and each `make ...` line must name targets that exist. The blocks of one document share a temporary
+directory and run in order, so that a later one may use what an earlier one wrote, or the server that it started. A
+block that cannot run here says why on the line before it:
 
     <!-- not run: needs a GPU -->
 """
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 SHELL_TAGS = {"bash", "console", "sh", "shell"}
+RUN_PROGRAMS = {"peagle", "curl", "kill"}
 COMMAND_TIMEOUT_S = 600
 
 EXEMPTION = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->")
@@ -85,11 +89,11 @@ def run_block(block: Block, directory: Path) -> list[str]:
         program = command.split()[0]
         if program == "make":
             complaints += make_complaints(command)
-        elif program == "peagle":
+        elif program in RUN_PROGRAMS:
             complaints += run_command(["bash", "-euo", "pipefail", "-c", command], f"`{command}`", directory)
         else:
             complaints.append(
-                f"`{command}`: only peagle and make are run; put <!-- not run: reason --> above the block"
+                f"`{command}`: only peagle, make, curl and kill are run; put <!-- not run: reason --> above the block"
             )
     return complaints
 
@@ -123,9 +127,14 @@ def test_blocks_that_are_not_run_say_why(document: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_blocks_run_in_order(document: Path, tmp_path: Path) -> None:
-    for block in read_blocks(document.read_text()):
-        if block.exemption is None:
-            assert run_block(block, tmp_path) == [], f"{document.name}:{block.line}"
+    try:
+        for block in read_blocks(document.read_text()):
+            if block.exemption is None:
+                assert run_block(block, tmp_path) == [], f"{document.name}:{block.line}"
+    finally:
+        for file in tmp_path.glob("*.pid"):  # what a block left running, where a later one did not end it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 SAMPLE = """
@@ -186,5 +195,5 @@ def test_runner_catches_a_make_target_that_does_not_exist(tmp_path: Path) -> Non
 
 
 def test_runner_catches_commands_it_would_pass_over(tmp_path: Path) -> None:
-    (complaint,) = run_block(Block(1, "bash", "curl localhost", None), tmp_path)
-    assert "only peagle and make are run" in complaint
+    (complaint,) = run_block(Block(1, "bash", "wget localhost", None), tmp_path)
+    assert "only peagle, make, curl and kill are run" in complaint

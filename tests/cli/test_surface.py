@@ -10,8 +10,15 @@ TARGET = "--target --dtype --device"
 DRAFTER = "--drafter --allow-mismatch --no-allow-mismatch"
 SAMPLING = (
     "--max-tokens --temperature --top-k --top-p --min-p --seed --stop --stop-token-ids --ignore-eos --no-ignore-eos "
-    "--n --logprobs --num-draft-tokens"
+    "--min-tokens --logit-bias --repetition-penalty --frequency-penalty --presence-penalty "
+    "--n --logprobs --prompt-logprobs --num-draft-tokens"
 )
+ENGINE = (
+    "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --max-held --max-waiting "
+    "--reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
+    "--quantize"
+)
+API_KEY = "--api-key-file --api-key-variable"
 
 FLAGS = {
     "generate": (
@@ -26,9 +33,22 @@ FLAGS = {
         "--anchors --no-anchors --anchor-methods --dummy --eagle3-drafter "
         f"--json --no-json --plot {TARGET} {DRAFTER}"
     ),
+    "bench serve": (
+        "--prompts --limit --endpoint --model --concurrency --request-rate --burstiness --num-requests --num-warmups "
+        "--max-tokens --ignore-eos --no-ignore-eos --temperature --seed --extra-body --goodput --percentiles "
+        "--timeout-seconds --ready-seconds --label --json --no-json --detailed --no-detailed --plot "
+        f"{API_KEY}"
+    ),
+    "serve": (
+        "--num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins --max-choices "
+        "--max-body-bytes --body-seconds --request-seconds --keep-alive-seconds --drain-seconds --log-format "
+        f"{ENGINE} {TARGET} {DRAFTER}"
+    ),
+    "top": f"--interval --window --once --no-once --json --no-json {API_KEY}",
     "data synthesize": (
         "--output --num-answers --num-tokens --seconds --given --max-batch --max-length --temperatures --top-p --top-k "
-        "--question-temperature --max-question-tokens --min-answer-tokens --keep-cut --no-keep-cut --given-share "
+        "--question-temperature --max-question-tokens --min-answer-tokens --keep-cut --no-keep-cut "
+        "--keep-loops --no-keep-loops --given-share "
         f"--num-held-out --system-prompts --seed --json --no-json {TARGET}"
     ),
     "data regenerate": (
@@ -49,7 +69,15 @@ FLAGS = {
     "doctor": f"--json --no-json {TARGET} {DRAFTER}",
 }
 
-ARGUMENTS = {"generate": "PROMPT", "data inspect": "DATA", "export": "OUTPUT", "doctor": "[DRAFTER]"}
+ARGUMENTS = {
+    "generate": "PROMPT",
+    "bench serve": "[URL]",
+    "serve": "[TARGET]",
+    "top": "[URL]",
+    "data inspect": "DATA",
+    "export": "OUTPUT",
+    "doctor": "[DRAFTER]",
+}
 
 
 def test_every_command_is_listed_here():
@@ -57,7 +85,8 @@ def test_every_command_is_listed_here():
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_flags_of(peagle, command):
+def test_flags_of(peagle, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")  # where it is wider, long lists stand side by side
     lines = [line for line in peagle(*command.split(), "--help").out.splitlines() if re.match(r"\W+ --", line)]
     flags = {
         flag for line in lines for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", re.split(r"(?<=\S)  +", line)[0])

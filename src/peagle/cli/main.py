@@ -13,8 +13,9 @@ from peagle.errors import PeagleError, nearest
 COMMANDS = {
     "generate": "answer one prompt, streaming; --compare shows it beside plain decoding",
     "eval": "decode a prompt file for real and report acceptance, speed and losslessness",
-    "bench": "sweep methods, draft lengths and concurrency; --anchors measures transformers beside them",
+    "bench": "sweep methods, draft lengths and concurrency; `bench serve` loads a server over HTTP",
     "serve": "answer over HTTP, as OpenAI's and SageMaker's clients expect it",
+    "top": "watch a server live: requests, speed, latency, acceptance by position, drift",
     "data": "have the target write or answer training data, and look at it",
     "train": "train a drafter for a target",
     "export": "write a drafter as the full directory that vLLM loads",

@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", ServerSettings, EngineConfig)
 
-DEFAULT_ENGINE = EngineConfig(max_waiting=256)
-"""An engine's own default lets any number of requests wait; clients of a server would rather be told."""
+DEFAULT_ENGINE = EngineConfig(max_waiting=256, capture_adjusted=True)
+"""An engine's own default lets any number of requests wait; clients of a server would rather be told. Nor should the
+first one that asks for a penalty or a schema wait for the steps that need it to be recorded."""
 
 
 @dataclass(frozen=True)

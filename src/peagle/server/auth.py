@@ -1,0 +1,56 @@
+"""API keys: where they come from, and the comparison that tells nothing by its duration."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from peagle.errors import ConfigError
+from peagle.server.errors import HttpError
+from peagle.server.settings import KEYS_VARIABLE
+
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+
+class ApiKeys:
+    """Keys that open the inference routes, kept as digests alone; with none of them, everybody may come in."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, authorization: str | None) -> None:
+        """Raise a 401 unless the header `Authorization: Bearer KEY` has one of the keys."""
+        if not self._digests:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            message = "no API key was sent; send the header 'Authorization: Bearer KEY'"
+            raise HttpError(401, message, code="missing_api_key", headers=CHALLENGE)
+        given, is_known = _digest(key.strip()), False
+        for digest in self._digests:  # all of them, so that the time does not tell which one it was
+            is_known |= hmac.compare_digest(given, digest)
+        if not is_known:
+            raise HttpError(401, "the API key is not one of this server's", code="invalid_api_key", headers=CHALLENGE)
+
+
+def read_keys(file: Path | None, environment: Mapping[str, str], more: Iterable[str] = ()) -> ApiKeys:
+    """Keys of a file, one a line (`#` begins a comment), of the environment, and given ones."""
+    keys = [*re.split(r"[\s,]+", environment.get(KEYS_VARIABLE, "")), *more]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the API keys in {file} cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ConfigError(f"{file} has no API key", hint="write one a line, or leave --api-key-file out")
+        keys += found
+    return ApiKeys(key for key in keys if key)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

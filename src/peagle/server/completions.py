@@ -1,0 +1,263 @@
+"""POST /v1/completions: texts or token ids, continued."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from peagle.server.chat import details, finite, step_details, usage_with_metrics
+from peagle.server.errors import HttpError
+from peagle.server.jobs import Job
+from peagle.server.protocol import CompletionBody
+from peagle.server.sampling import grammar_of, sampling_params
+from peagle.server.service import FINGERPRINT, Service
+from peagle.server.streaming import DONE, EventStream, JsonResponse, event, unless_gone
+
+if TYPE_CHECKING:
+    from peagle.engine.outputs import TokenLogprobs, Update
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for this route."""
+
+
+async def answer_completion(service: Service, body: CompletionBody, request: Request) -> Response:
+    """Continue one text or several, whole or as a stream."""
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream", param="stream_options")
+    prompts = await service.in_thread(lambda: token_ids_of(service, body))
+    num_prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        if body.stream and (body.n or 1) > 1:
+            message = "echo with logprobs streams one answer to each prompt; leave out n, or do not stream"
+            raise HttpError(400, message, param="n")
+        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
+    asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if asked == 0 and not body.echo:
+        raise HttpError(400, "max_tokens must be at least 1, got 0; 0 needs echo", param="max_tokens")
+    if body.max_tokens is None:
+        asked = min(asked, service.room(prompts, None, "max_tokens"))
+    grammar = grammar_of(body)
+    if grammar is not None:
+        await service.prepare(grammar)
+    params = sampling_params(
+        body.model_copy(update={"prompt_logprobs": num_prompt_logprobs}),
+        max_tokens=service.room(prompts, max(asked, 1), "max_tokens"),
+        num_logprobs=body.logprobs,
+        grammar=grammar,
+    )
+    job = service.new_job("cmpl", prompts, params)
+    request.state.job, request.state.user = job, body.user
+    writer = CompletionWriter(service, job, body, is_echo_alone=asked == 0)
+    if body.stream:
+        settings = service.settings
+        return EventStream(
+            writer.events(), keep_alive_seconds=settings.keep_alive_seconds, seconds=settings.request_seconds
+        )
+    service.begin(job)
+    try:
+        await unless_gone(request, job.run(), service.settings.request_seconds)
+    finally:
+        service.end(job)
+    return JsonResponse(writer.whole())
+
+
+def token_ids_of(service: Service, body: CompletionBody) -> list[list[int]]:
+    """Token ids of each prompt of a body."""
+    prompt = body.prompt
+    several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    wants_special = body.add_special_tokens is not False
+    return [
+        list(
+            service.tokenizer(service.check_length(each), add_special_tokens=wants_special, verbose=False)["input_ids"]
+        )
+        if isinstance(each, str)
+        else list(each)
+        for each in several
+    ]
+
+
+class CompletionWriter:
+    """Writes what a job brings as text completions; with `is_echo_alone`, the prompt and nothing else."""
+
+    def __init__(self, service: Service, job: Job, body: CompletionBody, *, is_echo_alone: bool = False) -> None:
+        self._service, self._job, self._body, self._is_echo_alone = service, job, body, is_echo_alone
+        options = body.stream_options
+        self._wants_usage = options is not None and options.include_usage
+        self._wants_running_usage = options is not None and options.continuous_usage_stats
+        self._num_shown = [0] * len(job.choices)
+        """characters of each choice so far, the echoed prompt's included: where the next token's offset begins"""
+        self._is_begun = [False] * len(job.choices)
+        self._model = body.model or service.names[0]
+        if is_echo_alone:  # one token is made, because that is how prompts are run, and left out
+            for choice in job.choices:
+                choice.finish_reason = "length"
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.job_id,
+            "object": "text_completion",
+            "created": self._job.created,
+            "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        document = self._frame([self._choice(index) for index in range(len(self._job.choices))])
+        document["usage"] = self._usage()
+        document["metrics"] = self._job.metrics_block()
+        return document
+
+    def _usage(self) -> dict[str, Any]:
+        usage = usage_with_metrics(self._service, self._job)
+        if self._is_echo_alone:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        choice = self._job.choices[index]
+        text, token_ids, rows = choice.text, choice.token_ids, choice.logprobs
+        if self._is_echo_alone:
+            text, token_ids, rows = "", [], []
+        entry = self._entry(index, text, "length" if self._is_echo_alone else choice.finish_reason)
+        self._complete(index, entry, token_ids, choice.texts[: len(token_ids)], rows, is_echo=bool(self._body.echo))
+        if self._body.return_token_ids:
+            entry["token_ids"], entry["prompt_token_ids"] = token_ids, self._prompt(index)
+        if self._body.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = self._prompt_rows(index)
+        if self._body.wants_details:
+            entry["speculation"] = {"tokens": details(choice)}
+        return entry
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Chunks, one for each step of each answer that brought something to show."""
+        service, job = self._service, self._job
+        service.begin(job)
+        num_open = len(job.choices)
+        try:
+            async with aclosing(job.updates()) as updates:
+                async for index, update in updates:
+                    num_open -= update.finish_reason is not None
+                    chunk = self._chunk(index, update, is_last=not num_open)
+                    if chunk is not None:
+                        yield event(chunk)
+        finally:
+            service.end(job)
+        if self._wants_usage:
+            yield event(self._frame([]) | {"usage": self._usage(), "metrics": job.metrics_block()})
+        yield DONE
+
+    def _chunk(self, index: int, update: "Update", is_last: bool) -> dict[str, Any] | None:
+        body, is_first = self._body, not self._is_begun[index]
+        self._is_begun[index] = True
+        text, token_ids, texts, rows = update.text, update.token_ids, update.texts, update.logprobs or ()
+        if self._is_echo_alone:
+            text, token_ids, texts, rows = "", (), (), ()
+        wants_all = body.logprobs is not None or body.return_token_ids or body.wants_details
+        is_echo = bool(body.echo) and is_first
+        if not (text or is_echo or update.finish_reason or (wants_all and token_ids)):
+            return None
+        entry = self._entry(index, text, update.finish_reason)
+        self._complete(index, entry, token_ids, texts, rows, is_echo=is_echo)
+        if body.return_token_ids:
+            entry["token_ids"] = token_ids
+            if is_first:
+                entry["prompt_token_ids"] = self._prompt(index)
+        chunk = self._frame([entry])
+        if body.wants_details:
+            chunk["speculation"] = step_details(update)
+            if is_last:
+                chunk["metrics"] = self._job.metrics_block()
+        if self._wants_running_usage:
+            chunk["usage"] = self._job.usage()
+        elif self._wants_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _entry(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    def _prompt(self, index: int) -> list[int]:
+        return self._job.prompts[index // self._job.params.n]
+
+    # Log-probabilities ------------------------------------------------------------------------------------------------
+
+    def _complete(
+        self,
+        index: int,
+        entry: dict[str, Any],
+        token_ids: Sequence[int],
+        texts: Sequence[str],
+        rows: "Sequence[TokenLogprobs]",
+        *,
+        is_echo: bool,
+    ) -> None:
+        """Put the echoed prompt before an entry's text, and add the log-probabilities that are asked for."""
+        ids: list[int] = list(token_ids)
+        pieces: list[str] = list(texts)
+        found: list[TokenLogprobs | None] = list(rows)
+        if is_echo:
+            prompt = self._prompt(index)
+            shown = self._prompt_text(index)
+            entry["text"] = shown + entry["text"]
+            known = self._job.prompt_logprobs[index // self._job.params.n]
+            ids = prompt + ids
+            pieces = _split(shown, [self._service.token_texts[token_id].text for token_id in prompt]) + pieces
+            found = list(known or [None] * len(prompt)) + found
+        offsets = []
+        for piece in pieces:
+            offsets.append(self._num_shown[index])
+            self._num_shown[index] += len(piece)
+        if self._body.logprobs is not None:
+            entry["logprobs"] = {
+                "tokens": [self._service.token_texts[token_id].text for token_id in ids],
+                "token_logprobs": [None if row is None else finite(row.logprob) for row in found],
+                "top_logprobs": [self._top(row) for row in found],
+                "text_offset": offsets,
+            }
+
+    def _top(self, row: "TokenLogprobs | None") -> dict[str, float] | None:
+        if row is None:
+            return None
+        return {self._service.token_texts[token_id].text: finite(logprob) for token_id, logprob in row.top.items()}
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._body.prompt
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(prompt[0], str):
+            return str(prompt[index // self._job.params.n])
+        return str(self._service.tokenizer.decode(self._prompt(index), clean_up_tokenization_spaces=False))
+
+    def _prompt_rows(self, index: int) -> list[dict[str, Any] | None]:
+        """vLLM's form: for each prompt token after the first, the log-probabilities by token id."""
+        found = self._job.prompt_logprobs[index // self._job.params.n] or []
+        rows: list[dict[str, Any] | None] = []
+        for token_id, row in zip(self._prompt(index), found, strict=False):
+            if row is None:
+                rows.append(None)
+                continue
+            every = {token_id: row.logprob, **row.top}
+            rows.append(
+                {
+                    str(each): {"logprob": finite(value), "decoded_token": self._service.token_texts[each].text}
+                    for each, value in every.items()
+                }
+            )
+        return rows
+
+
+def _split(text: str, pieces: list[str]) -> list[str]:
+    """A text in as many parts as there are pieces, each as long as its piece as far as the text goes.
+
+    >>> _split("abc", ["a", "bc", "<end>"])
+    ['a', 'bc', '']
+    """
+    parts, at = [], 0
+    for piece in pieces:
+        parts.append(text[at : at + len(piece)])
+        at += len(piece)
+    return parts

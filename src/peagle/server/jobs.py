@@ -1,0 +1,195 @@
+"""One request of a client while it is answered: its prompts in the engine, what came back, and the account of it."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from peagle.sampling_params import SamplingParams
+from peagle.server.errors import unavailable
+
+if TYPE_CHECKING:
+    from peagle.engine.async_engine import AsyncEngine
+    from peagle.engine.outputs import RequestMetrics, TokenLogprobs, Update
+
+
+@dataclass
+class Choice:
+    """One answer as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    logprobs: "list[TokenLogprobs]" = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, update: "Update") -> None:
+        self.texts += update.texts
+        self.token_ids += update.token_ids
+        self.kinds += update.kinds
+        self.logprobs += update.logprobs or ()
+        self.finish_reason = update.finish_reason or self.finish_reason
+
+
+class Job:
+    """Prompts that are answered together. Choice i * n + j is answer j to prompt i."""
+
+    def __init__(
+        self,
+        engine: "AsyncEngine",
+        job_id: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        num_draft_tokens: int,
+        on_gap: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`on_gap` is told the seconds between the updates of each answer."""
+        self.job_id, self.prompts, self.params = job_id, prompts, params
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in range(len(prompts) * params.n)]
+        self.prompt_logprobs: list[Sequence[TokenLogprobs | None] | None] = [None] * len(prompts)
+        self.started = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.num_steps = 0
+        self.num_drafted = 0
+        self.histogram = [0] * (num_draft_tokens + 1)
+        """drafts by the number of their tokens that were accepted"""
+        self.metrics: list[RequestMetrics] = []
+        """the engine's, of each prompt that was answered in full"""
+        self._engine, self._on_gap = engine, on_gap
+        self._told_at: list[float | None] = [None] * len(self.choices)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    async def updates(self) -> "AsyncGenerator[tuple[int, Update], None]":
+        """Each update with the index of its choice. Leaving early frees what the job holds in the engine."""
+        merged = self._updates_of(0) if len(self.prompts) == 1 else self._merged()
+        async with aclosing(merged) as updates:
+            async for index, update in updates:
+                if update.finish_reason == "abort":
+                    raise unavailable("the server was stopped before this answer was finished", "aborted")
+                self._take(index, update)
+                yield index, update
+        self.finished_at = time.perf_counter()
+
+    async def run(self) -> None:
+        """Wait for all answers."""
+        async with aclosing(self.updates()) as updates:
+            async for _ in updates:
+                pass
+
+    def _take(self, index: int, update: "Update") -> None:
+        now = time.perf_counter()
+        if update.token_ids:
+            if self.first_token_at is None:
+                self.first_token_at = now
+            last, self._told_at[index] = self._told_at[index], now
+            if last is not None:
+                self._on_gap(now - last)
+            self.last_token_at = now
+        if update.num_drafts:
+            self.num_steps += 1
+            self.num_drafted += update.num_drafts
+            self.histogram[update.num_accepted] += 1
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs[index // self.params.n] = update.prompt_logprobs
+        if update.metrics is not None:
+            self.metrics.append(update.metrics)
+        self.choices[index].add(update)
+
+    async def _updates_of(self, prompt: int) -> "AsyncGenerator[tuple[int, Update], None]":
+        stream = self._engine.stream(self.prompts[prompt], self.params, request_id=f"{self.job_id}/{prompt}")
+        async with aclosing(stream) as updates:
+            async for update in updates:
+                yield prompt * self.params.n + update.index, update
+
+    async def _merged(self) -> "AsyncGenerator[tuple[int, Update], None]":
+        queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
+
+        async def feed(prompt: int) -> None:
+            try:
+                async with aclosing(self._updates_of(prompt)) as updates:
+                    async for item in updates:
+                        queue.put_nowait(item)
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(feed(prompt)) for prompt in range(len(self.prompts))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The account ------------------------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, Any]:
+        num_prompt, num_answer = self.num_prompt_tokens, self.num_answer_tokens
+        usage: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_answer,
+            "total_tokens": num_prompt + num_answer,
+        }
+        if self.metrics:
+            num_cached = sum(metrics.num_cached_tokens for metrics in self.metrics)
+            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        return usage
+
+    def speculative_decoding(self) -> dict[str, Any]:
+        """vLLM's summary of one request's drafts; all zeros where nothing was drafted."""
+        num_accepted = sum(count * drafts for count, drafts in enumerate(self.histogram))
+        return {
+            "mean_acceptance_length": round(1 + num_accepted / max(1, self.num_steps), 4),
+            "draft_acceptance_rate": round(num_accepted / max(1, self.num_drafted), 4),
+            "acceptance_histogram": list(self.histogram),
+            "num_spec_steps": self.num_steps,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_draft_tokens": self.num_drafted,
+            "num_spec_tokens": len(self.histogram) - 1,
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """Milliseconds and rates as vLLM names them, null where there is nothing to measure."""
+        first, last, num_tokens = self.first_token_at, self.last_token_at, self.num_answer_tokens
+        generation = None if first is None or last is None else last - first
+        queued = max((metrics.queue_seconds or 0.0 for metrics in self.metrics), default=None)
+        num_later = num_tokens - len(self.choices)
+        per_token = generation / num_later if generation and num_later > 0 else None
+        return {
+            "time_to_first_token_ms": _milliseconds(None if first is None else first - self.started),
+            "generation_time_ms": _milliseconds(generation),
+            "queue_time_ms": _milliseconds(queued),
+            "mean_itl_ms": _milliseconds(per_token),
+            "tokens_per_second": None if per_token is None else round(1 / per_token, 2),
+        }
+
+    def metrics_block(self) -> dict[str, Any]:
+        return {"speculative_decoding": self.speculative_decoding(), **self.timings()}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,134 @@
+"""Responses that end when their client goes away, so that nothing is computed for nobody."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from peagle.server.errors import as_http_error
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+LAST_WORDS_SECONDS = 5.0
+CLIENT_GONE = 499
+"""What the log shows for a request whose client did not wait; nobody receives it."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(data) + b"\n\n"
+
+
+def dumps(data: Any) -> bytes:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+async def unless_gone(request: Request, work: Awaitable[T], seconds: float) -> T:
+    """What `work` gives; it is cancelled when the client goes away or the time is up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(disconnected(request.receive))
+    try:
+        done, _ = await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            return task.result()
+        raise ClientGoneError if gone in done else TimeoutError
+    finally:
+        await _end(task, gone)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of a generator, which is closed at once when the client goes away.
+
+    Until the first event is there, or the keep-alive time has passed, nothing is sent: a request that the engine
+    refuses still gets its status. A later error is sent as an event in OpenAI's form.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], *, keep_alive_seconds: float, seconds: float) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events, self._keep_alive, self._seconds = events, keep_alive_seconds, seconds
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first = asyncio.ensure_future(anext(self._events, None))
+        gone = asyncio.create_task(disconnected(receive))
+        pump: asyncio.Task[None] | None = None
+        try:
+            done, _ = await asyncio.wait({first, gone}, timeout=self._keep_alive, return_when=asyncio.FIRST_COMPLETED)
+            if first in done and first.exception() is not None:
+                await first  # not begun yet: the error becomes the response
+            if gone in done:
+                raise ClientGoneError
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pump = asyncio.create_task(self._pump(first, send))
+            done, _ = await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if pump not in done:
+                raise ClientGoneError
+            await pump
+        finally:
+            await _end(*filter(None, (pump, first, gone)))
+            await self._events.aclose()
+
+    async def _pump(self, first: "asyncio.Future[bytes | None]", send: Send) -> None:
+        beat = asyncio.create_task(self._beat(send))
+        try:
+            async with asyncio.timeout(self._seconds):
+                chunk = await first
+                if chunk is not None:
+                    await self._send(send, chunk)
+                async for chunk in self._events:
+                    await self._send(send, chunk)
+        except Exception as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):  # a client that reads nothing is not waited for
+                    await self._send(send, event(as_http_error(error).body()) + DONE)
+        finally:
+            await _end(beat)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._sent_at = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def _beat(self, send: Send) -> None:
+        """Break long silences. A chunk is written whole, so the comment never falls into one."""
+        with contextlib.suppress(OSError):
+            while True:
+                silence = time.monotonic() - self._sent_at
+                if silence >= self._keep_alive:
+                    await self._send(send, KEEP_ALIVE)
+                    silence = 0.0
+                await asyncio.sleep(self._keep_alive - silence)

@@ -1,0 +1,110 @@
+"""What a scrape shows: vLLM's names with the right values, and our own."""
+
+import re
+
+import pytest
+
+from peagle.server.jobs import Job
+from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, ServerMetrics, baseline_of, deep_acceptance
+
+VLLM_COUNTERS = {
+    "spec_decode": ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
+    "prefix_cache": ("queries", "hits"),
+    "request": ("success",),
+    "": ("prompt_tokens", "generation_tokens", "num_preemptions", "admission_rejections"),
+}
+VLLM_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+VLLM_HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_max_tokens",
+    "request_params_n",
+)
+VLLM_NAMES = [
+    *(f"vllm:{group}_{name}_total".replace(":_", ":") for group, names in VLLM_COUNTERS.items() for name in names),
+    *(f"vllm:{name}" for name in VLLM_GAUGES),
+    *(f"vllm:{name}_count" for name in VLLM_HISTOGRAMS),
+]
+
+
+def test_names_that_existing_tools_read_are_there(served):
+    served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 4})
+    text = served.http.get("/metrics").text
+    missing = [name for name in VLLM_NAMES if not re.search(rf"^{name}(\{{| )", text, flags=re.MULTILINE)]
+    assert not missing
+    assert "_created" not in text
+
+
+def test_counts_are_those_of_the_answers(served):
+    ask = {"prompt": "the user", "max_tokens": 20, "temperature": 0, "n": 2}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
+    def counts():
+        found = {name: served.metric(f"vllm:spec_decode_{name}_total") for name in names}
+        return found | {"tokens": served.metric("vllm:generation_tokens_total")}
+
+    before = counts()
+    figures = served.http.post("/v1/completions", json=ask).json()["metrics"]["speculative_decoding"]
+    gained = {name: value - before[name] for name, value in counts().items()}
+    assert gained == {
+        "num_drafts": figures["num_spec_steps"],
+        "num_draft_tokens": figures["num_draft_tokens"],
+        "num_accepted_tokens": figures["num_accepted_draft_tokens"],
+        "tokens": 40,
+    }
+    assert (
+        served.metric('vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="3"}')
+        >= 0
+    )
+    assert served.metric("vllm:num_requests_running") == 0 and served.metric("vllm:kv_cache_usage_perc") == 0
+    assert served.metric("peagle:tokens_saved_total") == served.metric("vllm:spec_decode_num_accepted_tokens_total")
+
+
+def test_requests_are_counted_by_route_and_status(served):
+    served.http.get("/some/where")
+    served.http.post("/v1/completions", json={})
+    assert served.metric('peagle:http_requests_total{route="other",status="404"}') == 1
+    assert served.metric('peagle:http_requests_total{route="/v1/completions",status="400"}') >= 1
+
+
+def job_with(histogram):
+    job = Job(None, "x", [[1]], _Params(), len(histogram) - 1)
+    job.num_steps, job.histogram, job.finished_at = sum(histogram), histogram, job.started + 1
+    return job
+
+
+class _Params:
+    n, max_tokens, num_draft_tokens = 1, 10, None
+
+
+def test_drift_is_told_when_acceptance_falls_below_the_card():
+    metrics = ServerMetrics("m", 2, baseline=2.0)
+    assert not metrics.has_drifted(), "nothing is known yet"
+    few = MIN_WINDOW_DRAFTS - 1
+    metrics.finished(job_with([few, 0, 0]), is_full=False)
+    assert not metrics.has_drifted(), "too little is known"
+    metrics.finished(job_with([1, 0, 0]), is_full=True)
+    assert metrics.acceptance_length() == (1.0, MIN_WINDOW_DRAFTS) and metrics.has_drifted()
+    metrics.finished(job_with([0, 0, 2 * MIN_WINDOW_DRAFTS]), is_full=False)
+    assert metrics.acceptance_length()[0] > DRIFT_SHARE * 2.0 and not metrics.has_drifted()
+    assert b'finished_reason="None"' in metrics.text() or b"request_success" in metrics.text()
+
+
+def test_baseline_is_what_the_card_says_for_this_number_of_draft_tokens():
+    card = {"a": {"per_position": [0.8, 0.5, 0.25]}, "b": {"per_position": [0.6, 0.3, 0.15]}, "c": {"speed": 3}}
+    assert baseline_of(card, 3) == pytest.approx(2.3)
+    assert baseline_of(card, 1) == pytest.approx(1.7)
+    assert baseline_of(card, 4) is None and baseline_of(card, 0) is None and baseline_of({}, 2) is None
+
+
+def test_deep_acceptance_is_of_tokens_whose_predecessor_was_accepted():
+    assert deep_acceptance([10] * 20 + [5]) == 0.5
+    assert deep_acceptance([10] * 19 + [0, 0]) == 0.0
