@@ -4,6 +4,9 @@ import os
 import random
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The tests' models are so small that handing work to a second thread costs more than it saves; and several tests run
+# at a time. In the environment, so that commands which tests start keep to it as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -14,7 +17,6 @@ if not torch.cuda.is_available():
     # own library's among them, so it is set before anything imports triton.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The tests' models are so small that handing work to a second thread costs more than it saves.
 torch.set_num_threads(1)
 
 

@@ -8,6 +8,7 @@
     |-- RequestError        one request: its prompt or its sampling parameters
     |-- CapacityError       more than the machine or the model can hold
     |   `-- QueueFullError  too many requests wait already; a later try may succeed
+    |-- ServerError         a server that cannot be reached, or that answers what cannot be understood
     |-- EngineDeadError     an engine that was closed, or that an error of its own has ended
     `-- MissingExtraError   an optional dependency that is not installed
 
@@ -57,6 +58,10 @@ class CapacityError(PeagleError):
 
 class QueueFullError(CapacityError):
     """As many requests wait as may; nothing is wrong with this one, and it may be tried again."""
+
+
+class ServerError(PeagleError):
+    pass
 
 
 class EngineDeadError(PeagleError):

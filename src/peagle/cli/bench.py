@@ -2,16 +2,16 @@
 
 Reports throughput, latency, acceptance, where the time of a step goes, memory, and how many answers differ from plain
 decoding's; with --anchors beside transformers itself, with --dummy against the limit of the memory's bandwidth.
+`peagle bench serve` measures a server over HTTP instead.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from tyro.constructors import PrimitiveConstructorSpec
 
 from peagle.bench.acceptance import render_prompt
 from peagle.bench.anchors import ANCHORS, run_anchors
@@ -27,6 +27,7 @@ from peagle.cli.arguments import (
     accelerator,
     parse,
 )
+from peagle.cli.lists import Files, Names, Numbers
 from peagle.cli.progress import progress_bar
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.provenance import provenance
@@ -42,34 +43,8 @@ DEFAULT_METHODS = (PLAIN, "p-eagle")
 TABLE_WIDTH = 170
 """columns of a table that goes to a file or a pipe"""
 
-T = TypeVar("T")
 OnCell = Callable[[CellResult], None]
 OnStart = Callable[[str, int, int], None]
-
-
-def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:
-    """One word with values between commas, each of them once."""
-
-    def values(words: list[str]) -> tuple[T, ...]:
-        found = tuple(read(word.strip()) for word in words[0].split(",") if word.strip())
-        if not found:
-            raise ValueError(f"{words[0]!r} names nothing")
-        if len(set(found)) < len(found):
-            raise ConfigError(f"{words[0]}: a value is given twice", hint="give each of them once")
-        return found
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=values,
-        is_instance=lambda instance: isinstance(instance, tuple),
-        str_from_instance=lambda instance: [",".join(map(str, instance))],
-    )
-
-
-Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
-Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
-Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
 
 
 @dataclass(frozen=True)
@@ -109,6 +84,10 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["serve"]:
+        from peagle.cli import bench_serve
+
+        return bench_serve.main(argv[1:])
     arguments = parse(Arguments, "bench", argv)
     check(arguments)
     if arguments.plot is not None:

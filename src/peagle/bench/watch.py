@@ -1,0 +1,151 @@
+"""A running server's figures, from scrapes of its /metrics: now, lately and since it started.
+
+What a server does not export is None: vLLM's has no baseline of a drafter card, for example.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.bench.scrape import Scrape, Speculation, gained
+
+LATENCIES = {
+    "ttft": ("vllm:time_to_first_token_seconds",),
+    "tpot": ("vllm:request_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
+    "itl": ("vllm:inter_token_latency_seconds",),
+    "e2el": ("vllm:e2e_request_latency_seconds",),
+    "queue": ("vllm:request_queue_time_seconds",),
+}
+"""Histograms by what they are called in reports; older names of vLLM after the present ones."""
+PERCENTILES = (50, 95, 99)
+COUNTERS = {
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "output_tokens": "vllm:generation_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+    "finished": "vllm:request_success_total",
+    "rejected": "vllm:admission_rejections_total",
+    "aborted": "peagle:requests_aborted_total",
+    "tokens_saved": "peagle:tokens_saved_total",
+}
+DRIFT_SHARE = 0.8
+"""Share of the baseline below which acceptance has drifted, where the server does not say so itself."""
+
+
+@dataclass
+class Watch:
+    """The scrapes of the last `seconds`, the newest last. A restarted server begins anew."""
+
+    seconds: float = 30.0
+    scrapes: deque[Scrape] = field(default_factory=deque)
+    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=60))
+    """output tokens a second between each scrape and the one before it"""
+
+    def add(self, scrape: Scrape) -> None:
+        if self.scrapes and has_restarted(self.scrapes[-1], scrape):
+            self.scrapes.clear()
+            self.speeds.clear()
+        if self.scrapes:
+            tokens = gained(self.scrapes[-1], scrape, COUNTERS["output_tokens"]) or 0.0
+            self.speeds.append(tokens / max(1e-9, scrape.at - self.scrapes[-1].at))
+        self.scrapes.append(scrape)
+        while len(self.scrapes) > 2 and scrape.at - self.scrapes[1].at >= self.seconds:
+            self.scrapes.popleft()
+
+    def report(self) -> dict[str, Any]:
+        """Everything that a page or a script shows."""
+        newest = self.scrapes[-1]
+        return {
+            "models": newest.label_values(COUNTERS["output_tokens"], "model_name"),
+            "now": present(newest),
+            "recent": between(self.scrapes[0], newest) if len(self.scrapes) > 1 else None,
+            "since_start": between(Scrape(), newest),
+            "drift": drift(newest),
+        }
+
+
+def has_restarted(before: Scrape, after: Scrape) -> bool:
+    """Whether a counter went back, which they do only with the process that keeps them."""
+    return any((gained(before, after, name) or 0.0) < 0 for name in COUNTERS.values())
+
+
+def present(scrape: Scrape) -> dict[str, float | None]:
+    """What is so at this moment."""
+    return {
+        "running": scrape.total("vllm:num_requests_running"),
+        "waiting": scrape.total("vllm:num_requests_waiting"),
+        "max_batch": scrape.total("peagle:max_batch"),
+        "kv_cache_usage": scrape.largest("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        "num_draft_tokens": scrape.largest("peagle:num_draft_tokens"),
+    }
+
+
+def between(before: Scrape, after: Scrape) -> dict[str, Any]:
+    """What happened between two scrapes; from an empty one on, since the start, when there are no rates."""
+    seconds = after.at - before.at if before else None
+    figures: dict[str, Any] = {"seconds": None if seconds is None else round(seconds, 3)}
+    for name, counter in COUNTERS.items():
+        amount = gained(before, after, counter)
+        figures[name] = None if amount is None else int(amount)
+    figures["finished_by_reason"] = _by_reason(before, after)
+    for name in ("prompt_tokens", "output_tokens"):
+        amount = figures[name]
+        figures[f"{name}_per_second"] = round(amount / seconds, 2) if seconds and amount is not None else None
+    for name, histograms in LATENCIES.items():
+        figures[f"{name}_ms"] = latency(before, after, *histograms)
+    queries = gained(before, after, "vllm:prefix_cache_queries_total")
+    hits = gained(before, after, "vllm:prefix_cache_hits_total")
+    figures["prefix_cache_hit_rate"] = round(hits / queries, 4) if queries and hits is not None else None
+    figures["speculation"] = _speculation(before, after, seconds)
+    return figures
+
+
+def latency(before: Scrape, after: Scrape, *names: str) -> dict[str, float] | None:
+    """Count, mean and percentiles in milliseconds of what a histogram got in between; None where that is nothing."""
+    now = after.histogram(*names)
+    if now is None:
+        return None
+    added = now.minus(before.histogram(*names))
+    if added.count <= 0:
+        return None
+    figures: dict[str, float] = {"count": int(added.count), "mean": round(1e3 * (added.mean or 0.0), 3)}
+    for percent in PERCENTILES:
+        figures[f"p{percent}"] = round(1e3 * (added.percentile(percent) or 0.0), 3)
+    return figures
+
+
+def drift(scrape: Scrape) -> dict[str, Any] | None:
+    """Acceptance of the last requests against what the drafter card promises; None without such a promise."""
+    baseline = scrape.largest("peagle:acceptance_length_baseline")
+    if not baseline:
+        return None
+    length = scrape.largest("peagle:acceptance_length")
+    alarm = scrape.largest("peagle:acceptance_drift")
+    return {
+        "baseline": baseline,
+        "acceptance_length": None if length is None else round(length, 4),
+        "share": None if length is None else round(length / baseline, 4),
+        "num_drafts": int(scrape.largest("peagle:acceptance_window_drafts") or 0),
+        "has_drifted": bool(alarm) if alarm is not None else bool(length and length < DRIFT_SHARE * baseline),
+    }
+
+
+def _by_reason(before: Scrape, after: Scrape) -> dict[str, int]:
+    then, now = (scrape.by_label(COUNTERS["finished"], "finished_reason") for scrape in (before, after))
+    counts = {reason: int(count - then.get(reason, 0.0)) for reason, count in now.items()}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _speculation(before: Scrape, after: Scrape, seconds: float | None) -> dict[str, Any] | None:
+    found = Speculation.between(before, after)
+    if found is None:
+        return None
+    return {
+        "acceptance_length": round(found.acceptance_length, 4),
+        "acceptance_rate": round(found.acceptance_rate, 4),
+        "num_drafts": found.num_drafts,
+        "num_draft_tokens": found.num_draft_tokens,
+        "num_accepted_tokens": found.num_accepted,
+        "drafted_per_second": round(found.num_draft_tokens / seconds, 2) if seconds else None,
+        "accepted_per_second": round(found.num_accepted / seconds, 2) if seconds else None,
+        "per_position": [round(rate, 4) for rate in found.per_position],
+    }

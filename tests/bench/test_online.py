@@ -1,0 +1,309 @@
+"""Load on a server: arrivals, figures and their report, and real requests to a real server."""
+
+import asyncio
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from peagle.bench.client import Connections, Outcome, Question
+from peagle.bench.online import (
+    Load,
+    Result,
+    apply,
+    arrivals,
+    peak_concurrency,
+    peak_tokens,
+    read_goals,
+    spread,
+    sweep,
+    warm_up,
+)
+from peagle.bench.online_report import plot, tables
+from peagle.errors import ConfigError, ServerError
+from serving import Running, running
+from stub_server import DONE, PROMPTS, failing, piece, question, stream, stub
+
+VLLM_FIELDS = (
+    "num_prompts request_rate max_concurrency duration completed failed total_input_tokens total_output_tokens "
+    "request_throughput request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
+    "max_concurrent_requests"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running() as found:
+        yield found
+
+
+def run_load(url: str, load: Load, num_requests: int, asked: Question | None = None, **options: Any) -> Result:
+    result = Result(load, num_requests)
+
+    async def run() -> None:
+        async with Connections(url, seconds=10) as connections:
+            await apply(connections, asked or question(), PROMPTS, result, **options)
+
+    asyncio.run(run())
+    return result
+
+
+# Arrivals -----------------------------------------------------------------------------------------------------------
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate_asked_for():
+    moments = arrivals(5.0, 4000, seed=1)
+    gaps = [later - earlier for earlier, later in zip([0.0, *moments], moments, strict=False)]
+    assert moments[-1] == pytest.approx(4000 / 5.0) and min(gaps) >= 0
+    assert statistics.fmean(gaps) == pytest.approx(0.2)
+    assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.1), "exponential gaps deviate as much as they are long"
+
+
+def test_arrivals_depend_on_the_seed_alone():
+    assert arrivals(2.0, 50, seed=3) == arrivals(2.0, 50, seed=3) != arrivals(2.0, 50, seed=4)
+    assert arrivals(2.0, 50, seed=3) == pytest.approx([2 * moment for moment in arrivals(4.0, 50, seed=3)])
+    assert arrivals(math.inf, 3) == [0.0, 0.0, 0.0]
+
+
+def test_burstiness_bunches_requests_or_spaces_them_out():
+    def deviation(burstiness: float) -> float:
+        moments = arrivals(1.0, 2000, seed=0, burstiness=burstiness)
+        return statistics.stdev(later - earlier for earlier, later in itertools.pairwise(moments))
+
+    assert deviation(0.25) > 1.5 and deviation(1.0) == pytest.approx(1.0, rel=0.15) and deviation(100.0) < 0.15
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+def outcome(index: int, sent: float, times: list[float], num_output: int, **more: Any) -> Outcome:
+    ended = times[-1] if times else sent + 1.0
+    return Outcome(index, sent, sent, ended, times, num_input=10, num_output=num_output, has_usage=True, **more)
+
+
+def test_latencies_follow_vllms_definitions():
+    one = outcome(0, 1.0, [1.2, 1.3, 1.7], 11)
+    assert one.ttft == pytest.approx(0.2) and one.latency == pytest.approx(0.7)
+    assert one.tpot == pytest.approx(0.05), "over all tokens but the first, not over pieces"
+    assert one.itls == pytest.approx([0.1, 0.4])
+    assert outcome(0, 1.0, [1.2], 1).tpot is None
+
+
+def test_report_has_the_fields_of_vllm_bench_serve():
+    good, slow = outcome(0, 0.0, [0.1, 0.2], 11), outcome(1, 0.0, [0.5, 2.5], 21)
+    lost = outcome(2, 0.0, [], 0, error="HTTP 503: full")
+    result = Result(Load(2), 4, [good, slow, lost], duration=2.5)
+    report = result.report(percentiles=(50, 99), goals=read_goals("ttft:200,tpot:20"))
+    for name in VLLM_FIELDS.split():
+        assert name in report
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        for figure in ("mean", "median", "std", "p50", "p99"):
+            assert report[f"{figure}_{name}_ms"] is not None
+    assert report["completed"] == 2 and report["failed"] == 1 and report["num_unfinished"] == 1
+    assert report["failures"] == {"HTTP 503: full": 1}
+    assert report["request_throughput"] == 0.8 and report["request_goodput"] == 0.4, "one of the two was good"
+    assert report["output_throughput"] == pytest.approx(32 / 2.5)
+    assert report["total_token_throughput"] == pytest.approx(52 / 2.5)
+    assert report["median_ttft_ms"] == 300 and report["mean_tpot_ms"] == pytest.approx(55.0)
+    assert report["request_rate"] == "inf" and report["max_concurrency"] == 2
+    assert not any(name.startswith("spec_decode") for name in report), "absent, not zero"
+    assert result.report()["request_goodput"] is None
+    json.dumps(report, allow_nan=False)
+
+
+def test_report_of_nothing_answered_has_no_figures_and_no_error():
+    report = Result(Load(1), 3).report()
+    assert report["mean_ttft_ms"] is None and report["output_throughput"] == 0 and report["num_unfinished"] == 3
+    json.dumps(report, allow_nan=False)
+
+
+def test_details_are_in_the_order_of_the_requests():
+    later, earlier = outcome(1, 5.0, [5.5], 2), outcome(0, 4.0, [6.0], 3)
+    report = Result(Load(2), 2, [later, earlier], duration=2.0).report(is_detailed=True)
+    assert report["output_lens"] == [3, 2] and report["start_times"] == [0.0, 1.0] and report["errors"] == ["", ""]
+
+
+def test_spread_of_one_value_and_of_none():
+    assert spread([0.1], "ttft", (99,)) == {
+        "mean_ttft_ms": 100.0,
+        "median_ttft_ms": 100.0,
+        "std_ttft_ms": 0.0,
+        "p99_ttft_ms": 100.0,
+    }
+    assert set(spread([], "itl", (90,)).values()) == {None}
+
+
+def test_peaks():
+    outcomes = [outcome(0, 0.0, [0.5, 1.5], 10), outcome(1, 1.0, [1.9], 4), outcome(2, 2.0, [2.5], 1)]
+    assert peak_tokens(outcomes) == 9.0 and peak_concurrency(outcomes) == 2
+    assert peak_tokens([]) == 0.0 and peak_concurrency([]) == 0
+    back_to_back = [outcome(0, 0.0, [1.0], 1), outcome(1, 1.0, [2.0], 1)]
+    assert peak_concurrency(back_to_back) == 1, "one begins when the other ends"
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:x", "speed:3", "", "tpot:-1", "tpot:nan", "ttft:inf"])
+def test_goals_that_mean_nothing_are_refused(text):
+    with pytest.raises(ConfigError) as refused:
+        read_goals(text)
+    assert "goodput" in str(refused.value)
+
+
+# A real server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_closed_loop_over_a_real_server(served, is_chat):
+    result = run_load(served.url, Load(2), 7, question(is_chat=is_chat))
+    report = result.report()
+    assert report["completed"] == 7 and report["failures"] == {} and report["output_tokens_from_usage"]
+    assert report["total_output_tokens"] == 7 * 12, "ignore_eos: every answer has its full length"
+    assert report["max_concurrent_requests"] == 2
+    assert 1.0 <= report["spec_decode_acceptance_length"] <= 5.0
+    assert report["spec_decode_draft_tokens"] > report["spec_decode_accepted_tokens"] >= 0
+    assert len(report["spec_decode_per_position_acceptance_rates"]) == 4
+    for one in result.outcomes:
+        assert 0 < one.ttft <= one.latency <= one.ended - one.sent
+        assert len(one.times) <= one.num_output, "a piece holds at least one token"
+
+
+def test_acceptance_is_that_of_the_measured_requests_alone(served):
+    served.http.post("/v1/completions", json={"prompt": "before", "max_tokens": 20})
+    before = served.metric("vllm:spec_decode_num_drafts_total")
+    report = run_load(served.url, Load(1), 2).report()
+    assert report["spec_decode_num_drafts"] == served.metric("vllm:spec_decode_num_drafts_total") - before
+
+
+def test_texts_are_those_that_the_server_gives_others(served):
+    result = run_load(served.url, Load(3), 3)
+    expected = served.client().chat.completions.create(
+        model="tiny",
+        messages=list(PROMPTS[1].messages),
+        max_tokens=12,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert result.report(is_detailed=True)["generated_texts"][1] == expected.choices[0].message.content
+
+
+def test_open_loop_sends_when_due_however_slow_the_answers_are():
+    with stub(stream(piece("a"), piece("b", "stop"), DONE, pause=0.2)) as url:
+        result = run_load(url, Load(None, 20.0), 10, seed=3)
+    assert all(outcome.error is None for outcome in result.outcomes)
+    lateness = [outcome.sent - outcome.due for outcome in result.outcomes]
+    assert max(lateness) < 0.2 and result.report()["max_concurrent_requests"] > 2
+    due = sorted(outcome.due for outcome in result.outcomes)
+    assert due[-1] - due[0] == pytest.approx(arrivals(20.0, 10, seed=3)[-1] - arrivals(20.0, 10, seed=3)[0])
+
+
+def test_limit_on_concurrency_holds_at_any_rate():
+    with stub(stream(piece("a", "stop"), DONE, pause=0.05)) as url:
+        result = run_load(url, Load(2, 200.0), 8)
+    report = result.report(is_detailed=True)
+    assert report["max_concurrent_requests"] == 2 and max(report["queue_times"]) > 0.1
+    assert report["prefix_cache_hit_rate"] is None and "spec_decode_num_drafts" not in report, "there is no /metrics"
+
+
+def test_refused_requests_are_counted_with_the_servers_reason(served):
+    report = run_load(served.url, Load(2), 3, question(model="other")).report()
+    assert report["completed"] == 0 and report["failed"] == 3
+    ((reason, count),) = report["failures"].items()
+    assert reason.startswith("HTTP 404: ") and "other" in reason and count == 3
+    too_long = run_load(served.url, Load(1), 1, question(max_tokens=10_000)).report()
+    assert next(iter(too_long["failures"])).startswith("HTTP 400: ")
+
+
+def test_interrupted_sweep_keeps_what_was_measured(served):
+    planned = [Result(Load(1), 2), Result(Load(1), 1000), Result(Load(1), 2)]
+    results: list[Result] = []
+
+    async def run() -> bool:
+        async with Connections(served.url, seconds=10) as connections:
+            work = asyncio.create_task(sweep(connections, question(), PROMPTS, planned, results))
+            while len(results) < 2 or len(results[1].outcomes) < 3:
+                await asyncio.sleep(0.01)
+            work.cancel()
+            return await work
+
+    assert asyncio.run(run()) is False
+    assert [result.is_interrupted for result in results] == [False, True], "the third was not begun"
+    report = results[1].report()
+    assert report["completed"] >= 3 and report["failed"] == 0 and report["num_unfinished"] > 900
+    assert report["output_throughput"] > 0 and report["spec_decode_num_drafts"] > 0
+    assert served.wait_until_idle().num_running == 0, "what was in flight was given up"
+
+
+def test_warm_up_that_fails_ends_the_run_with_its_reason():
+    async def run(url: str) -> None:
+        async with Connections(url, seconds=5) as connections:
+            await warm_up(connections, question(), PROMPTS[0], 2)
+
+    with stub(failing(401, b'{"error": {"message": "no key"}}')) as url, pytest.raises(ServerError) as refused:
+        asyncio.run(run(url))
+    assert "HTTP 401: no key" in refused.value.message
+
+
+# Reports -----------------------------------------------------------------------------------------------------------
+
+
+def document(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    facts = {"label": None, "model_id": "m", "base_url": "http://h:1", "workload": "w", "max_tokens": 8}
+    facts |= {"temperature": 0.0, "percentiles": [90, 99], "goodput": None}
+    return facts | {"results": rows} | more
+
+
+def measured(load: Load, speed: int) -> dict[str, Any]:
+    times = [0.1 * step / speed for step in range(1, 6)]
+    return Result(load, 1, [outcome(0, 0.0, times, 10)], duration=1.0 / speed).report(percentiles=(90, 99))
+
+
+def text_of(document: dict[str, Any]) -> str:
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(*tables(document))
+    return captured.get()
+
+
+def test_tables_tell_figures_failures_and_doubts():
+    row = measured(Load(4), 1) | {"failures": {"HTTP 503: full": 2}, "client_busy": 0.95, "prefix_cache_hit_rate": 0.5}
+    row |= {"spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0, "request_goodput": 0.25}
+    row |= {"spec_decode_per_position_acceptance_rates": [0.9, 0.6]}
+    text = text_of(document([row], goodput={"ttft": 200}))
+    for word in (
+        "HTTP 503: full",
+        "2.50",
+        "50.0%",
+        "0.900",
+        "95% of a core",
+        "50% of the prompt tokens",
+        "0.25",
+        "good/s",
+    ):
+        assert word in text, word
+    assert "rate/s" not in text and "rate/s" in text_of(document([measured(Load(None, 2.0), 1)]))
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [Load(1), Load(8), Load(32)],
+        [Load(None, 1.0), Load(None, 4.0)],
+        [Load(1, 2.0), Load(4, 2.0), Load(1), Load(4)],
+        [Load(2)],
+        [Load(None)],
+    ],
+)
+def test_plot_is_drawn_for_every_kind_of_sweep(tmp_path, loads):
+    rows = [measured(load, index + 1) for index, load in enumerate(loads)]
+    plot(document(rows), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigError):
+        plot(document([Result(Load(1), 1).report()]), tmp_path / "plot.png")
