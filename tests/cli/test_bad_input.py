@@ -64,7 +64,7 @@ def world(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "cut.jsonl.gz").write_bytes(gzip.compress(ROW.encode() * 100)[:-9])
     (root / "empty-prompt.jsonl").write_text(ROW + '{"prompt": " "}\n')
     (root / "long.jsonl").write_text(ROW + json.dumps({"id": "q2", "prompt": "x" * 600}) + "\n")
-    (root / "prompts.jsonl").write_text('{"prompt": "only a prompt"}\n')
+    (root / "strange.jsonl").write_text('{"text": "neither asked nor answered"}\n')
     (root / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     (root / "unknown-key.toml").write_text("num_step = 3\n")
     (root / "wrong-type.toml").write_text('num_steps = "many"\n')
@@ -137,7 +137,7 @@ CASES = {
     f"{EVAL} --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors",
     f"{TRAIN} --data broken.jsonl": "broken.jsonl:2: not valid JSON",
     f"{TRAIN} --data cut.jsonl.gz": "cut.jsonl.gz is a damaged gzip file",
-    f"{TRAIN} --data prompts.jsonl": "prompts.jsonl:1: not a conversation",
+    f"{TRAIN} --data strange.jsonl": "strange.jsonl:1: not a conversation",
     f"{TRAIN} --data rows.jsonl --recipe broken.toml": "broken.toml is not valid TOML",
     f"{TRAIN} --data rows.jsonl --target target-cut-weights": "target-cut-weights",
     f"{EXPORT} --target target --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors",
