@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The tests' models are so small that handing work to a second thread costs more than it saves; and several tests run
@@ -11,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background jobs ignore Ctrl-C, and so would every command that a test starts and then interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when a kernel is decorated, its

@@ -186,8 +186,10 @@ def test_live_view_runs_in_a_terminal_until_it_is_interrupted(served):
             text += os.read(ours, 65536)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # the other end is closed with the process
-        while select.select([ours], [], [], 10)[0] and (more := os.read(ours, 65536)):
-            text += more
+        while time.monotonic() < deadline and select.select([ours], [], [], 10)[0]:
+            text += os.read(ours, 65536)
+    if process.poll() is None and time.monotonic() >= deadline:
+        process.kill()
     assert process.wait(30) == 0, text.decode(errors="replace")
     os.close(ours)
     assert text.count(b"KV cache") >= 3 and b"Traceback" not in text
