@@ -14,7 +14,7 @@ from peagle.server.jobs import Choice, Job
 from peagle.server.protocol import ChatBody, Message, Tool
 from peagle.server.sampling import grammar_of, sampling_params
 from peagle.server.service import FINGERPRINT, Service
-from peagle.server.streaming import DONE, EventStream, JsonResponse, event, unless_gone
+from peagle.server.streaming import DONE, event
 from peagle.server.tools import ToolFormat, ToolReader, forced_grammar, tool_format
 from peagle.tokenizer import chat_text, encode
 
@@ -50,17 +50,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     job = service.new_job("chatcmpl", [prompt], params)
     request.state.job, request.state.user = job, body.user
     writer = ChatWriter(service, job, body, tools)
-    if body.stream:
-        settings = service.settings
-        return EventStream(
-            writer.events(), keep_alive_seconds=settings.keep_alive_seconds, seconds=settings.request_seconds
-        )
-    service.begin(job)
-    try:
-        await unless_gone(request, job.run(), service.settings.request_seconds)
-    finally:
-        service.end(job)
-    return JsonResponse(writer.whole())
+    return await service.respond(request, job, writer, streams=bool(body.stream))
 
 
 def _check_options(body: ChatBody) -> None:

@@ -13,7 +13,7 @@ from peagle.server.jobs import Job
 from peagle.server.protocol import CompletionBody
 from peagle.server.sampling import grammar_of, sampling_params
 from peagle.server.service import FINGERPRINT, Service
-from peagle.server.streaming import DONE, EventStream, JsonResponse, event, unless_gone
+from peagle.server.streaming import DONE, event
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import TokenLogprobs, Update
@@ -51,17 +51,7 @@ async def answer_completion(service: Service, body: CompletionBody, request: Req
     job = service.new_job("cmpl", prompts, params)
     request.state.job, request.state.user = job, body.user
     writer = CompletionWriter(service, job, body, is_echo_alone=asked == 0)
-    if body.stream:
-        settings = service.settings
-        return EventStream(
-            writer.events(), keep_alive_seconds=settings.keep_alive_seconds, seconds=settings.request_seconds
-        )
-    service.begin(job)
-    try:
-        await unless_gone(request, job.run(), service.settings.request_seconds)
-    finally:
-        service.end(job)
-    return JsonResponse(writer.whole())
+    return await service.respond(request, job, writer, streams=bool(body.stream))
 
 
 def token_ids_of(service: Service, body: CompletionBody) -> list[list[int]]:

@@ -5,9 +5,12 @@ import copy
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from peagle import __version__
 from peagle.errors import PeagleError
@@ -16,6 +19,7 @@ from peagle.server.errors import HttpError
 from peagle.server.jobs import Job
 from peagle.server.metrics import ServerMetrics, baseline_of
 from peagle.server.settings import ServerSettings
+from peagle.server.streaming import EventStream, JsonResponse, unless_gone
 from peagle.server.tokens import TokenTexts
 
 if TYPE_CHECKING:
@@ -29,6 +33,14 @@ FINGERPRINT = f"peagle-{__version__}"
 WARMUP_TOKENS = 4
 STATS_SECONDS = 5.0
 """How long a scrape waits for the engine's step to end before it shows the counts of the scrape before."""
+
+
+class Writer(Protocol):
+    """Puts a job's answers into the form of a route."""
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+    def whole(self) -> dict[str, Any]: ...
 
 
 class Service:
@@ -145,6 +157,20 @@ class Service:
             self.metrics.ttft.observe(job.first_token_at - job.started)
         if job.finished_at is not None:
             self.metrics.finished(job, is_full=sum(len(each.choices) for each in self.jobs) + 1 >= self.max_batch)
+
+    async def respond(self, request: Request, job: Job, writer: Writer, *, streams: bool) -> Response:
+        """Run a job and answer with what `writer` makes of it: events as it grows, or one document."""
+        settings = self.settings
+        if streams:
+            return EventStream(
+                writer.events(), keep_alive_seconds=settings.keep_alive_seconds, seconds=settings.request_seconds
+            )
+        self.begin(job)
+        try:
+            await unless_gone(request, job.run(), settings.request_seconds)
+        finally:
+            self.end(job)
+        return JsonResponse(writer.whole())
 
     async def abort_all(self) -> None:
         """End every open job with an error its client is told."""
