@@ -1,11 +1,14 @@
 """A target's parts small enough to be made in a test, without files or network."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from peagle.drafter.card import DrafterCard, TargetIdentity
+from peagle.drafter.checkpoint import save_drafter
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.targets.hf import HFTarget
@@ -84,3 +87,20 @@ def tiny_drafter(target: HFTarget, *, num_layers: int = 2, num_draft_tokens: int
     settings: dict[str, object] = {"num_draft_tokens": num_draft_tokens, "fc_norm": True} | switches
     config = config_for_target(target, num_layers=num_layers, **settings)
     return create_drafter(target, config, "target", seed=1).eval().requires_grad_(False)
+
+
+def write_target(target: HFTarget, directory: Path) -> Path:
+    target.model.save_pretrained(directory)
+    target.tokenizer.save_pretrained(directory)
+    return directory
+
+
+def write_drafter(target: HFTarget, directory: Path) -> Path:
+    """A tiny drafter for the target as a directory, with its card."""
+    drafter = tiny_drafter(target)
+    config = drafter.config
+    card = DrafterCard(
+        TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
+    )
+    save_drafter(drafter, directory, card, full=False, dtype=torch.float32)
+    return directory

@@ -4,28 +4,36 @@ import json
 import shlex
 import shutil
 
+import pytest
 from safetensors.torch import load_file
 
 from peagle.drafter.checkpoint import load_drafter
 from peagle.targets.load import load_target
 
 
-def test_the_directory_loads_again_and_drafts_the_same(peagle, on_models, tmp_path):
-    result = peagle("export", tmp_path / "out", *on_models)
+@pytest.fixture
+def given(models):
+    """The drafter and the options that name its target."""
+    return models / "drafter", "--target", models / "target", "--dtype", "float32"
+
+
+@pytest.mark.parametrize("layout", [(), ("--to", "vllm"), ("--to", "speculators")], ids=str)
+def test_the_directory_loads_again_and_drafts_the_same(peagle, given, tmp_path, layout):
+    result = peagle("export", *given, *layout, "--output", tmp_path / "out")
     assert result.status == 0, result.err
-    target = load_target(on_models[1], dtype="float32")
-    assert load_drafter(tmp_path / "out", target).config == load_drafter(on_models[3], target).config
+    target = load_target(given[2], dtype="float32")
+    assert load_drafter(tmp_path / "out", target).config == load_drafter(given[0], target).config
     assert "embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors"), "vLLM reads the table from here"
     card = json.loads((tmp_path / "out" / "drafter_card.json").read_text())
     assert card["provenance"]["command"] and card["target"]["name"] == "tiny"
 
 
-def test_stdout_is_the_command_to_serve_it_with_and_survives_odd_paths(peagle, on_models, tmp_path, monkeypatch):
+def test_stdout_is_the_command_to_serve_it_with_and_survives_odd_paths(peagle, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = peagle("export", "it's here", *on_models)
+    result = peagle("export", *given, "--output", "it's here")
     assert result.out.count("\n") == 1
     program, verb, target, flag, settings = shlex.split(result.out)
-    assert (program, verb, target, flag) == ("vllm", "serve", on_models[1], "--speculative-config")
+    assert (program, verb, target, flag) == ("vllm", "serve", str(given[2]), "--speculative-config")
     assert json.loads(settings) == {
         "method": "eagle3",
         "model": str(tmp_path / "it's here"),
@@ -34,20 +42,44 @@ def test_stdout_is_the_command_to_serve_it_with_and_survives_odd_paths(peagle, o
     }
 
 
-def test_a_drafter_without_a_card_is_exported_with_what_is_known(peagle, models, tmp_path):
-    drafter = shutil.copytree(models / "drafter", tmp_path / "drafter")
+def test_a_directory_of_speculators_is_served_by_its_own_name(peagle, given, tmp_path):
+    result = peagle("export", *given, "--to", "speculators", "--output", tmp_path / "out")
+    assert shlex.split(result.out) == ["vllm", "serve", str(tmp_path / "out")]
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["speculators_config"]["verifier"]["name_or_path"] == str(given[2])
+
+
+def test_what_was_exported_can_be_exported_again_into_the_other_layout(peagle, given, tmp_path):
+    assert peagle("export", *given, "--to", "speculators", "--output", tmp_path / "there").status == 0
+    result = peagle("export", tmp_path / "there", *given[1:], "--output", tmp_path / "back")
+    assert result.status == 0, result.err
+    target = load_target(given[2], dtype="float32")
+    assert load_drafter(tmp_path / "back", target).config == load_drafter(given[0], target).config
+
+
+def test_a_drafter_without_a_card_is_exported_with_what_is_known(peagle, given, tmp_path):
+    drafter = shutil.copytree(given[0], tmp_path / "drafter")
     (drafter / "drafter_card.json").unlink()
-    chosen = ("--target", models / "target", "--drafter", drafter, "--dtype", "float32")
-    assert peagle("export", tmp_path / "out", *chosen).status == 0
-    target = load_target(models / "target", dtype="float32")
+    assert peagle("export", drafter, *given[1:], "--output", tmp_path / "out").status == 0
+    target = load_target(given[2], dtype="float32")
     assert load_drafter(tmp_path / "out", target).config.num_draft_tokens is None
 
 
-def test_an_empty_directory_is_filled_and_anything_else_is_refused(peagle, on_models, tmp_path):
+def test_without_a_drafter_the_targets_own_is_meant(peagle, given, tmp_path):
+    result = peagle("export", *given[1:], "--output", tmp_path / "out")
+    assert result.status == 2 and "no drafter ships for target" in result.err
+
+
+def test_an_empty_directory_is_filled_and_anything_else_is_refused(peagle, given, tmp_path):
     (tmp_path / "out").mkdir()
-    assert peagle("export", tmp_path / "out", *on_models).status == 0
+    assert peagle("export", *given, "--output", tmp_path / "out").status == 0
     before = (tmp_path / "out" / "config.json").stat().st_mtime_ns
-    result = peagle("export", tmp_path / "out", *on_models)
+    result = peagle("export", *given, "--output", tmp_path / "out")
     assert result.status == 2 and result.out == ""
     assert f"error: {tmp_path / 'out'} is not empty\nhint: give a new directory" in result.err
     assert (tmp_path / "out" / "config.json").stat().st_mtime_ns == before
+
+
+def test_a_layout_that_nobody_reads_is_refused(peagle, given, tmp_path):
+    result = peagle("export", *given, "--to", "sglang", "--output", tmp_path / "out")
+    assert result.status == 2 and "speculators" in result.err and not (tmp_path / "out").exists()

@@ -1,7 +1,6 @@
 """config.json in the forms that drafters are published in."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -101,8 +100,9 @@ def test_aux_layers_are_taken_in_ascending_order_and_default_to_the_targets(dire
     assert directory.load(values | {"eagle_aux_hidden_state_layer_ids": [6, 1, 3]}).aux_layer_ids == (1, 3, 6)
     values.pop("eagle_aux_hidden_state_layer_ids")
     assert directory.load(values).aux_layer_ids == (2, 4, 5)
-    assert "list of layer numbers" in directory.refusal(values | {"target_layer_ids": ["2"]}).message
-    error = directory.refusal(values | {"target_layer_ids": [-3, 2, 4]})
+    key = "eagle_aux_hidden_state_layer_ids"
+    assert "list of layer numbers" in directory.refusal(values | {key: ["2"]}).message
+    error = directory.refusal(values | {key: [-3, 2, 4]})
     assert "reads layers [-3, 2, 4], but those of target 'tiny' are 0 to 7" in error.message
 
 
@@ -142,7 +142,10 @@ def test_rotary_settings_are_read_in_the_old_and_the_new_form(directory: Directo
         ({"rope_parameters": {"rope_type": "mrope"}}, "cannot be used: 'mrope'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters differ by layer"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
-        ({"model_type": "qwen3"}, "model_type 'qwen3' are not supported"),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' are not supported"),
+        ({"rope_parameters": None, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which is not"),
+        ({"logit_scale": 0.25}, "logit_scale is 0.25, which is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}, which"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
@@ -178,13 +181,6 @@ def test_a_config_of_a_narrower_drafter_must_own_its_head_too() -> None:
     with pytest.raises(ConfigError, match="its head cannot be shared"):
         DrafterConfig(**sizes, **others, mask_token_id=270, embeddings="own")
     assert DrafterConfig(**sizes, **others, mask_token_id=270, embeddings="own", head="own").aux_size == 192
-
-
-def test_a_sliding_window_that_is_not_applied_is_said(directory: Directory, caplog: pytest.LogCaptureFixture) -> None:
-    window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 2048}
-    with caplog.at_level(logging.WARNING):
-        directory.load(directory.values | window)
-    assert "a sliding window of 2048 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -246,7 +242,7 @@ def test_the_speculators_form_of_eagle3_norms_before_the_residual_by_default(
         ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash' is not supported"),
         ({"transformer_layer_config": []}, "transformer_layer_config must be an object"),
         ({"speculators_config": {"proposal_methods": ["greedy"]}}, "proposal_methods must be a list of objects"),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3' are not supported"),
+        ({"transformer_layer_config": {"model_type": "gpt_oss"}}, "model_type 'gpt_oss' are not supported"),
     ],
 )
 def test_a_speculators_form_that_cannot_be_read_is_refused(directory: Directory, top: dict, message: str) -> None:

@@ -44,7 +44,9 @@ def rms_rows(x_SD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return torch.tensor([rms(row, weight_D.tolist(), eps) for row in x_SD.tolist()], dtype=torch.float64)
 
 
-def plain_attention(w: dict[str, Tensor], prefix: str, x_SD: Tensor, config, positions: list[int]) -> Tensor:
+def plain_attention(
+    w: dict[str, Tensor], prefix: str, x_SD: Tensor, config, positions: list[int], window: int
+) -> Tensor:
     """Causal attention, one head and one row at a time, rotary angles applied to pairs (i, i + width / 2)."""
 
     def project(name: str) -> Tensor:
@@ -72,13 +74,19 @@ def plain_attention(w: dict[str, Tensor], prefix: str, x_SD: Tensor, config, pos
             part[:, index * width : (index + 1) * width]
             for part, index in ((query, head), (key, shared), (value, shared))
         )
+        if config.qk_norm:
+            q, k = (
+                rms_rows(part, w[f"{prefix}{name}_norm.weight"], config.rms_norm_eps)
+                for part, name in ((q, "q"), (k, "k"))
+            )
         q = torch.stack([turned(row, at) for row, at in zip(q, positions, strict=True)])
         k = torch.stack([turned(row, at) for row, at in zip(k, positions, strict=True)])
         rows = []
         for row in range(len(q)):
-            scores = (k[: row + 1] @ q[row]) / math.sqrt(width)
+            first = max(0, row + 1 - window) if window else 0
+            scores = (k[first : row + 1] @ q[row]) / math.sqrt(width)
             weights = (scores - scores.max()).exp()
-            rows.append((weights / weights.sum()) @ v[: row + 1])
+            rows.append((weights / weights.sum()) @ v[first : row + 1])
         heads.append(torch.stack(rows))
     bias = w.get(f"{prefix}o_proj.bias")
     out = torch.cat(heads, dim=1) @ w[f"{prefix}o_proj.weight"].T
@@ -114,7 +122,8 @@ def plain_drafter(
             residual = normed if config.norm_before_residual else state
         else:
             attended, residual = rms_rows(state, w[prefix + "input_layernorm.weight"], eps), state
-        state = residual + plain_attention(w, prefix + "self_attn.", attended, config, list(range(len(state))))
+        positions, window = list(range(len(state))), config.sliding_window if index in config.sliding_layers else 0
+        state = residual + plain_attention(w, prefix + "self_attn.", attended, config, positions, window)
         normed = rms_rows(state, w[prefix + "post_attention_layernorm.weight"], eps)
         gate, up = normed @ w[prefix + "mlp.gate_proj.weight"].T, normed @ w[prefix + "mlp.up_proj.weight"].T
         state = state + (gate / (1 + (-gate).exp()) * up) @ w[prefix + "mlp.down_proj.weight"].T
@@ -128,6 +137,8 @@ def plain_drafter(
         {"fc_norm": True, "norm_before_residual": True},
         {"fc_norm": False, "norm_before_fc": True, "attention_bias": True},
         {"fc_norm": True, "embeddings": "own", "head": "own"},
+        {"fc_norm": False, "qk_norm": True},
+        {"fc_norm": True, "sliding_window": 3, "sliding_layers": (1,)},
     ],
     ids=lambda switches: "-".join(switches),
 )

@@ -1,11 +1,15 @@
-"""Write a drafter as the full directory that vLLM loads: embedding table included, with the command to serve it."""
+"""Write a drafter, whoever made it, as a directory for vLLM or for speculators, and print the command to serve it.
+
+The directory is read back and compared before the command is printed. `vllm` is vLLM's own layout, which every drafter
+has; `speculators` is the library's, which names its target and needs no further settings.
+"""
 
 import dataclasses
 import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -19,13 +23,29 @@ from peagle.cli.arguments import (
 )
 from peagle.errors import ConfigError
 
+if TYPE_CHECKING:
+    from peagle.drafter.model import Drafter
+    from peagle.targets.hf import HFTarget
+
+Layout = Literal["vllm", "speculators"]
+
 
 @dataclass(frozen=True)
 class Arguments:
-    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    output: Path
     """directory to write, new or empty"""
+    directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
+    """the same as --drafter"""
+    to: Layout = "vllm"
+    """whose layout to write"""
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
+
+    def __post_init__(self) -> None:
+        if self.directory is not None and self.drafter.drafter is not None:
+            raise ConfigError(
+                f"two drafters are given: {self.directory} and {self.drafter.drafter}", hint="leave one of them out"
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -33,26 +53,31 @@ def main(argv: list[str]) -> int:
     output = arguments.output.expanduser().absolute()
     check_output(output)
     target = arguments.target.load()
-    drafter = arguments.drafter.load(target)
+    options = arguments.drafter
+    if arguments.directory is not None:
+        options = dataclasses.replace(options, drafter=arguments.directory)
+    drafter = options.load(target)
 
-    from peagle.drafter.card import DrafterCard, TargetIdentity, read_card
-    from peagle.drafter.checkpoint import drafter_directory, save_drafter
+    from peagle.export import speculators, vllm
+    from peagle.export.card import card_of
     from peagle.provenance import provenance
 
-    config = drafter.config
-    card = read_card(drafter_directory(arguments.drafter.drafter, target)) or DrafterCard(
-        TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
-    )
-    save_drafter(drafter, output, dataclasses.replace(card, provenance=provenance(accelerator(target))), full=True)
-    speculative = {
-        "method": "eagle3",
-        "model": str(output),
-        "num_speculative_tokens": drafter.config.usual_num_draft_tokens,
-        "parallel_drafting": config.parallel,
-    }
-    words = ["vllm", "serve", str(target.directory), "--speculative-config", json.dumps(speculative)]
-    print(shlex.join(words))
+    card = card_of(drafter, target, provenance(accelerator(target)))
+    write = speculators.write if arguments.to == "speculators" else vllm.write
+    write(drafter, target, card, output)
+    print(shlex.join(serve_command(arguments.to, drafter, target, output)))
     return 0
+
+
+def serve_command(layout: Layout, drafter: "Drafter", target: "HFTarget", directory: Path) -> list[str]:
+    """The words that serve an exported directory in vLLM."""
+    if layout == "speculators":
+        return ["vllm", "serve", str(directory)]
+
+    from peagle.export.vllm import speculative_config
+
+    settings = json.dumps(speculative_config(drafter, directory))
+    return ["vllm", "serve", str(target.directory), "--speculative-config", settings]
 
 
 def check_output(output: Path) -> None:

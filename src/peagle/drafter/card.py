@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.config import from_mapping
+from peagle.drafter.recorded import Evidence
 from peagle.errors import CheckpointError, ConfigError
 from peagle.tokenizer import chat_template_hash, tokenizer_hash
 
@@ -50,9 +52,13 @@ class DrafterCard:
     """by prompt set: acceptance length and per-position acceptance, with the settings they were measured at"""
     training: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence | None = None
+    """what tells a broken copy from a sound one; None on cards that were written without it"""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        # Lists of numbers stand on one line each: a golden draft has hundreds of them.
+        return re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
 def read_card(directory: Path) -> DrafterCard | None:

@@ -3,41 +3,45 @@
 Two sizes of the same thing are written. The full directory carries the embedding table, as vLLM needs it. The compact
 one leaves out tables that are the target's and keeps only the drafter's own mask row, as `mask_embedding`.
 
-Published directories of other makers are read too: `config_json.py` knows their keys, `_read_tensors` their names.
+Published directories of other makers are read too: `config_json.py` knows their keys, `layouts.py` their files and
+names.
 """
 
 import json
 import logging
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.drafter.card import CARD_NAME, DrafterCard, differences, read_card
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.config_json import read_config, write_config
+from peagle.drafter.layouts import CONFIG_NAME, WEIGHTS_NAME, read_tensors, weights_files
 from peagle.drafter.model import Drafter
-from peagle.drafter.vocab import check_offsets
-from peagle.errors import CheckpointError, ConfigError
+from peagle.drafter.vocab import read_table
+from peagle.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_NAME = "model.safetensors"
-CONFIG_NAME = "config.json"
-
 
 def save_drafter(
     drafter: Drafter, directory: Path, card: DrafterCard, *, full: bool, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write a drafter directory, replacing an earlier one's three files; a failure leaves the earlier ones."""
+    write_directory(directory, stored_tensors(drafter, full=full), write_config(drafter.config, dtype), card, dtype)
+
+
+def stored_tensors(drafter: Drafter, *, full: bool) -> dict[str, Tensor]:
+    """The drafter's tensors by vLLM's names; `full`: with the tables that engines cannot take from the target."""
     tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
     if drafter.config.parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
@@ -47,6 +51,13 @@ def save_drafter(
             tensors["embed_tokens.weight"] = table
     if full and drafter.config.head == "shared" and drafter.config.draft_vocab_size < drafter.config.vocab_size:
         tensors["lm_head.weight"] = drafter.head_VD  # engines can share the target's whole head, not rows of it
+    return tensors
+
+
+def write_directory(
+    directory: Path, tensors: dict[str, Tensor], config: dict[str, Any], card: DrafterCard, dtype: torch.dtype
+) -> None:
+    """Write weights (in `dtype`), config.json and card; all three replace earlier ones, or none does."""
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
         for name, tensor in tensors.items()
@@ -55,8 +66,10 @@ def save_drafter(
     scratch = Path(tempfile.mkdtemp(dir=directory, prefix=".saving-"))
     try:
         save_file(tensors, scratch / WEIGHTS_NAME, metadata={"format": "pt"})
-        (scratch / CONFIG_NAME).write_text(json.dumps(write_config(drafter.config, dtype), indent=2) + "\n")
+        (scratch / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
         (scratch / CARD_NAME).write_text(card.to_json())
+        # safetensors makes files for their owner alone; who may read the others may read the weights.
+        (scratch / WEIGHTS_NAME).chmod((scratch / CONFIG_NAME).stat().st_mode)
         for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME):
             (scratch / name).replace(directory / name)
     finally:
@@ -66,16 +79,18 @@ def save_drafter(
 def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch: bool = False) -> Drafter:
     """Load a drafter for `target`, in the target's precision and on its device, and tap the layers it reads.
 
-    None loads the drafter that ships for the target, the name of one that ships (as
-    "smollm2-135m-instruct-eagle3") that one. A drafter whose card names other weights, another tokenizer or another
-    chat template is refused unless `allow_mismatch`.
+    None loads the drafter that ships for the target or that the catalog names for it, a name one of these
+    ("smollm2-135m-instruct-eagle3", "long-context"), and a model id one from the Hugging Face hub. A drafter whose card
+    names other weights, another tokenizer or another chat template is refused unless `allow_mismatch`.
     """
     directory = drafter_directory(path, target)
     card = read_card(directory)
     if card is not None:
         _check_card(card, target, directory, allow_mismatch)
-    tensors = _read_tensors(directory / WEIGHTS_NAME)
-    config = read_config(directory / CONFIG_NAME, tensors, target, card)
+    tensors = read_tensors(directory)
+    repairs: list[str] = []
+    config = read_config(directory / CONFIG_NAME, tensors, target, card, repairs)
+    config = _with_advice(config, target, directory)
     _check_fit(config, target, directory)
     if card is not None:
         _check_agreement(card, config, directory)
@@ -83,9 +98,11 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
         drafter = Drafter(config, target.embedding_VD, target.head_VD)
     except ConfigError as error:
         raise CheckpointError(f"{directory / CONFIG_NAME}: {error.message}", hint=error.hint) from error
-    _fill(drafter, tensors, target, directory)
+    _fill(drafter, tensors, target, directory, repairs)
+    for repair in repairs:
+        log.warning("%s: %s", directory, repair)
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    drafter.card = card
+    drafter.card, drafter.repairs = card, tuple(repairs)
     target.tap(config.aux_layer_ids)
     return drafter
 
@@ -102,20 +119,32 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
     directory = Path(path).expanduser()
     if not directory.is_dir():
         directory = _shipped(directory, target)
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"no drafter at {directory}: {name} is missing",
-                hint=f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}",
-            )
+    missing = [] if (directory / CONFIG_NAME).is_file() else [CONFIG_NAME]
+    missing += [] if weights_files(directory) else [WEIGHTS_NAME]
+    for name in missing:
+        raise CheckpointError(
+            f"no drafter at {directory}: {name} is missing",
+            hint=f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}, or shards of it with their index",
+        )
     return directory
 
 
 def _shipped(path: Path, target: "HFTarget") -> Path:
-    """The directory of a shipped drafter that is meant by its name alone."""
+    """The directory of a drafter that is meant by its name alone: the catalog's, the hub's or a shipped one's."""
+    named = target.find_drafter(str(path))
+    if named is not None:
+        return named
     hint = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}"
+    if len(path.parts) != 1:
+        raise CheckpointError(f"no directory {path}", hint=hint)
+    if target.entry is not None:
+        known = [drafter.variant for drafter in target.entry.drafters]
+        raise CheckpointError(
+            f"no directory {path}, and the catalog has no drafter of that name for {target.name}",
+            hint=nearest(str(path), known),
+        )
     shipped = target.shipped_drafter
-    if len(path.parts) != 1 or shipped is None:
+    if shipped is None:
         raise CheckpointError(f"no directory {path}", hint=hint)
     directory = shipped.with_name(path.name)
     if not directory.is_dir():
@@ -128,20 +157,16 @@ def _shipped(path: Path, target: "HFTarget") -> Path:
     return directory
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """The file's tensors by their names here, which are vLLM's but for `midlayer`, an older one for the first layer."""
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}", hint="the file is corrupt or cut short; copy it again"
-        ) from error
-    renamed = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-    if len(renamed) < len(tensors):
-        raise CheckpointError(
-            f"{path} holds the first layer twice, as midlayer and as layers.0", hint="remove one of the two"
-        )
-    return renamed
+def _with_advice(config: DrafterConfig, target: "HFTarget", directory: Path) -> DrafterConfig:
+    """With what the catalog knows of a drafter and its files may not say: the depth it has and the one to use."""
+    known = target.catalog_drafter(directory)
+    if known is None:
+        return config
+    return replace(
+        config,
+        num_draft_tokens=config.num_draft_tokens or known.trained_draft_tokens,
+        advised_draft_tokens=known.num_draft_tokens,
+    )
 
 
 def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mismatch: bool) -> None:
@@ -188,27 +213,23 @@ def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> No
         )
 
 
-def _fill(drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", directory: Path) -> None:
-    """Copy `tensors` into the drafter; one that is missing, left over, misshapen or not finite is refused by name."""
-    path = directory / WEIGHTS_NAME
+def _fill(
+    drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", directory: Path, repairs: list[str]
+) -> None:
+    """Copy `tensors` into the drafter; one that is missing, left over, misshapen or not finite is refused by name.
+
+    What of them is taken in another sense than engines take it is added to `repairs`.
+    """
+    path = weights_files(directory)[0]
     config = drafter.config
     tensors = dict(tensors)
-    tensors.pop("t2d", None)
+    _settle_vocabulary(tensors, config, path, repairs)
     if config.parallel:
-        row = config.mask_token_id
-        table = tensors.get("embed_tokens.weight")
-        tensors.setdefault("mask_embedding", (target.embedding_VD.cpu() if table is None else table)[row].clone())
-        if "mask_hidden" in tensors:
-            tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+        _settle_placeholder(tensors, config, target, directory)
     if config.embeddings == "shared":
         tensors.pop("embed_tokens.weight", None)
     if config.head == "shared":
         tensors.pop("lm_head.weight", None)
-    if config.draft_vocab_size == config.vocab_size and bool(tensors.pop("d2t", torch.zeros(1)).any()):
-        raise CheckpointError(
-            f"{path}: d2t is not all zeros, although the draft vocabulary is the target's whole one",
-            hint="d2t holds offsets (target = draft + d2t[draft]), not target ids; with a whole vocabulary remove it",
-        )
     wanted = drafter.state_dict()
     for name in sorted(wanted.keys() - tensors.keys()):
         raise CheckpointError(f"{path} lacks the tensor {name!r}", hint=_missing_hint(name))
@@ -227,12 +248,47 @@ def _fill(drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", dire
             raise CheckpointError(
                 f"{path}: tensor {name!r} holds NaN or infinite values", hint="copy or train it again"
             )
-    if "d2t" in tensors:
-        try:
-            check_offsets(tensors["d2t"], config.vocab_size)
-        except ConfigError as error:
-            raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
     drafter.load_state_dict(tensors)
+
+
+def _settle_placeholder(tensors: dict[str, Tensor], config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
+    """Give the placeholder its embedding, from a table if the files hold one, and its state one axis."""
+    row, table = config.mask_token_id, tensors.get("embed_tokens.weight")
+    if table is None and "mask_embedding" not in tensors:
+        log.warning(
+            "%s: it has no embeddings of its own, so its placeholder reads the target's for token %s; if its makers "
+            "trained them, drafts beyond the first lose acceptance",
+            directory,
+            row,
+        )
+    tensors.setdefault("mask_embedding", (target.embedding_VD.cpu() if table is None else table)[row].clone())
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+
+
+def _settle_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, path: Path, repairs: list[str]) -> None:
+    """Turn `d2t` into offsets, and drop it where each draft id is its own target id."""
+    t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
+    is_whole = config.draft_vocab_size == config.vocab_size
+    if d2t is None:
+        return
+    if d2t.shape != (config.draft_vocab_size,):
+        raise CheckpointError(
+            f"{path}: tensor 'd2t' has shape {list(d2t.shape)}, but {CONFIG_NAME} asks for [{config.draft_vocab_size}]"
+        )
+    try:
+        offsets, held_ids = read_table(d2t, None if is_whole else t2d, config.vocab_size)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
+    if held_ids:
+        repairs.append("d2t holds target ids, not offsets as engines expect; it is read as ids")
+    if not is_whole:
+        tensors["d2t"] = offsets
+    elif bool(offsets.any()):
+        raise CheckpointError(
+            f"{path}: d2t is not all zeros, although the draft vocabulary is the target's whole one",
+            hint="d2t holds offsets (target = draft + d2t[draft]); with a whole vocabulary remove it",
+        )
 
 
 def _missing_hint(name: str) -> str:

@@ -32,6 +32,8 @@ class DrafterConfig:
     """the token fed at depth > 0; needed when `parallel`"""
     num_draft_tokens: int | None = None
     """most draft tokens the drafter was trained for; None when its makers did not say"""
+    advised_draft_tokens: int | None = None
+    """draft tokens a step that its makers advise; None when they did not say"""
     fc_norm: bool = False
     """a norm for each aux state before `fc`"""
     norm_before_fc: bool = False
@@ -41,6 +43,12 @@ class DrafterConfig:
     norm_output: bool = False
     """EAGLE-3: the next step is fed the final-normed state, not the raw one"""
     attention_bias: bool = False
+    qk_norm: bool = False
+    """a norm over each head's query and key before the rotary embedding, as Qwen3 has it"""
+    sliding_window: int = 0
+    """positions that the layers of `sliding_layers` look back, their own included; 0: no layer has a window"""
+    sliding_layers: tuple[int, ...] = ()
+    """numbers of the drafter's layers that see only their window; the others see the whole text"""
     rms_norm_eps: float = 1e-5
     max_length: int = 8192
     """positions the rotary embedding must cover"""
@@ -68,6 +76,7 @@ class DrafterConfig:
             raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        self._check_windows()
         for table, kept in (("embeddings", self.embeddings), ("head", self.head)):
             if kept == "shared" and self.hidden_size != self.target_hidden_size:
                 raise ConfigError(
@@ -76,6 +85,22 @@ class DrafterConfig:
                     hint=f'set {table} to "own"; a drafter directory must then hold that table',
                 )
 
+    def _check_windows(self) -> None:
+        layers = self.sliding_layers
+        if bool(layers) != bool(self.sliding_window) or self.sliding_window < 0:
+            raise ConfigError(
+                f"sliding_window {self.sliding_window} and sliding_layers {list(layers)} do not belong together",
+                hint="give both a positive window and the layers that have it, or neither",
+            )
+        if tuple(sorted(set(layers))) != layers or any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ConfigError(
+                f"sliding_layers must be distinct, ascending and below {self.num_layers}, got {list(layers)}"
+            )
+
+    def window(self, layer: int) -> int:
+        """Positions that a layer looks back, its own included; 0: all."""
+        return self.sliding_window if layer in self.sliding_layers else 0
+
     @property
     def aux_size(self) -> int:
         """Width of the concatenated aux states."""
@@ -83,8 +108,12 @@ class DrafterConfig:
 
     @property
     def usual_num_draft_tokens(self) -> int:
-        """Draft tokens a step where nobody gives a number: the usual ones, or as many as it was trained for."""
-        return min(USUAL_NUM_DRAFT_TOKENS, self.num_draft_tokens or USUAL_NUM_DRAFT_TOKENS)
+        """Draft tokens a step where nobody gives a number: those that are advised, else the usual ones.
+
+        Never more than it was trained for.
+        """
+        wanted = self.advised_draft_tokens or USUAL_NUM_DRAFT_TOKENS
+        return min(wanted, self.num_draft_tokens or wanted)
 
     @property
     def method(self) -> str:

@@ -1,11 +1,11 @@
 """config.json of drafter directories: written in vLLM's native form, read in that and in the speculators form.
 
-The native form is vLLM's Llama-shaped EAGLE-3 config. Makers spell some keys differently; every spelling seen in
-published directories is read, and two that disagree are refused.
+The native form is vLLM's Llama- or Qwen3-shaped EAGLE-3 config. Makers spell some keys differently; every spelling
+seen in published directories is read, and two that disagree are refused. A key that is left out has the value that
+transformers gives it, because that is what the other engines see.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,40 +20,28 @@ from peagle.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-log = logging.getLogger(__name__)
-
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-AUX_KEYS = ("eagle_aux_hidden_state_layer_ids", "target_layer_ids")
+LLAMA_ARCHITECTURE, QWEN3_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-SUPPORTED_MODEL_TYPES = {"llama", "llama_peagle", "peagle", "eagle3", "speculators"}
+READ_MASK_TOKEN_KEYS = (*MASK_TOKEN_KEYS, "dflash_config.mask_token_id", "dspark_noise_token_id", "unused_token_id")
+LLAMA_MODEL_TYPES = {"llama", "llama_peagle", "peagle", "eagle3", "speculators"}
+UNREAD = {"logit_scale": 1.0, "partial_rotary_factor": 1.0, "mlp_bias": False, "quantization_config": None}
+"""Keys that would change what is computed and that nothing here applies, with the only value they may have."""
 
 
 def write_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """vLLM's native config. The mask token goes under each name its releases look for; the aux ids under both."""
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
-        "mlp_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_length,
-        "rope_parameters": config.rope_parameters,
-        "vocab_size": config.vocab_size,
+        "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else LLAMA_ARCHITECTURE],
+        **layer_values(config),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "num_aux_hidden_states": len(config.aux_layer_ids),
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        AUX_KEY: list(config.aux_layer_ids),
         "eagle_config": {
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
-            "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+            AUX_KEY: list(config.aux_layer_ids),
         },
         "fc_norm": config.fc_norm,
         "norm_before_fc": config.norm_before_fc,
@@ -67,10 +55,41 @@ def write_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     return values
 
 
+def layer_values(config: DrafterConfig) -> dict[str, Any]:
+    """The drafter's layers as transformers' Llama or Qwen3 config has them."""
+    values: dict[str, Any] = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "mlp_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_length,
+        "rope_parameters": config.rope_parameters,
+        "vocab_size": config.vocab_size,
+    }
+    if config.sliding_layers:
+        kinds = ["sliding_attention" if config.window(n) else "full_attention" for n in range(config.num_layers)]
+        values |= {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+    return values
+
+
 def read_config(
-    path: Path, tensors: Mapping[str, Tensor], target: "HFTarget", card: DrafterCard | None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    target: "HFTarget",
+    card: DrafterCard | None,
+    repairs: list[str] | None = None,
 ) -> DrafterConfig:
-    """The drafter a config.json describes; `tensors` tell what it leaves open (parallel or not, own tables or not)."""
+    """The drafter a config.json describes; `tensors` tell what it leaves open (parallel or not, own tables or not).
+
+    What is read in another sense than vLLM reads it is added to `repairs`, a sentence each.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -78,7 +97,7 @@ def read_config(
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
     try:
-        return _from_values(_flatten(values), tensors, target, card)
+        return _from_values(_flatten(values), tensors, target, card, [] if repairs is None else repairs)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks the key {error.args[0]!r}", hint="it is not a drafter's config") from error
     except ConfigError as error:
@@ -126,33 +145,41 @@ def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
 def _check_supported(values: dict[str, Any]) -> None:
     """Refuse what would make another network than ours out of the same tensors."""
     model_type = values.get("model_type", "llama")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(f"drafters of model_type {model_type!r} are not supported", hint="known: llama")
+    if model_type not in LLAMA_MODEL_TYPES | {"qwen3"}:
+        raise ConfigError(f"drafters of model_type {model_type!r} are not supported", hint="known: llama, qwen3")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {values['hidden_act']!r} is not supported", hint="known: silu")
     if not values.get("use_aux_hidden_state", True):
         raise ConfigError(
             "use_aux_hidden_state is false: an EAGLE drafter of the first or second kind", hint="known: true"
         )
-    if "sliding_attention" in values.get("layer_types", ()):
-        log.warning(
-            "the drafter was trained with a sliding window of %s tokens; here it attends to the whole text, which may "
-            "cost acceptance in longer ones",
-            values.get("sliding_window"),
-        )
+    for key, only in UNREAD.items():
+        if values.get(key, only) not in (only, {}):
+            raise ConfigError(f"{key} is {values[key]!r}, which is not supported in a drafter", hint=f"known: {only}")
 
 
 def _from_values(
-    values: dict[str, Any], tensors: Mapping[str, Tensor], target: "HFTarget", card: DrafterCard | None
+    values: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: "HFTarget",
+    card: DrafterCard | None,
+    repairs: list[str],
 ) -> DrafterConfig:
     _check_supported(values)
+    is_qwen3 = values.get("model_type") == "qwen3"
+    if is_qwen3:
+        values = {"head_dim": 128, "num_key_value_heads": 32} | values
     hidden_size, num_heads = _whole(values, "hidden_size"), _whole(values, "num_attention_heads")
     vocab_size = _whole(values, "vocab_size")
-    mask_token_id = _agreed(values, MASK_TOKEN_KEYS)
-    if mask_token_id is not None and type(mask_token_id) is not int:
-        raise ConfigError(f"mask_token_id must be a token id, got {mask_token_id!r}")
+    mask_token_id = _mask_token_id(values)
     # A directory that names a mask token but has lost the state is a broken P-EAGLE drafter, not an EAGLE-3 one.
-    parallel = "mask_hidden" in tensors or mask_token_id is not None
+    parallel = "mask_hidden" in tensors or mask_token_id is not None or bool(values.get("parallel_drafting"))
+    if parallel and mask_token_id is None:
+        raise ConfigError(
+            "it needs mask_token_id, the token fed to the placeholders of a parallel drafter, and names none",
+            hint="add mask_token_id with the token it was trained with",
+        )
+    sliding_window, sliding_layers = _windows(values)
     embedding, head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     return DrafterConfig(
         hidden_size=hidden_size,
@@ -164,16 +191,19 @@ def _from_values(
         vocab_size=vocab_size,
         draft_vocab_size=_whole(values, "draft_vocab_size", vocab_size),
         target_hidden_size=_whole(values, "target_hidden_size", hidden_size),
-        aux_layer_ids=_aux_layer_ids(values, target),
+        aux_layer_ids=_aux_layer_ids(values, target, card, repairs),
         parallel=parallel,
         mask_token_id=mask_token_id,
-        num_draft_tokens=card.num_draft_tokens if card is not None else _whole(values, "num_draft_tokens", 0) or None,
+        num_draft_tokens=_num_draft_tokens(values) if card is None else card.num_draft_tokens,
         fc_norm=bool(values.get("fc_norm", False)),
         norm_before_fc=bool(values.get("norm_before_fc", False)),
         norm_before_residual=bool(values.get("norm_before_residual", False)),
         norm_output=bool(values.get("norm_output", False)),
         attention_bias=bool(values.get("attention_bias", False)),
-        rms_norm_eps=values.get("rms_norm_eps", 1e-5),
+        qk_norm=is_qwen3,
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
         max_length=_whole(values, "max_position_embeddings", target.max_length),
         rope_parameters=_rope_parameters(values),
         embeddings="shared" if _is_targets(embedding, target.embedding_VD, mask_token_id) else "own",
@@ -189,14 +219,66 @@ def _whole(values: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def _aux_layer_ids(values: dict[str, Any], target: "HFTarget") -> tuple[int, ...]:
-    """In ascending order and once each, as engines take them, whatever the order in the file."""
-    found = _agreed(values, AUX_KEYS)
+def _mask_token_id(values: dict[str, Any]) -> int | None:
+    nested = {"dflash_config.mask_token_id": _mapping(values, "dflash_config").get("mask_token_id")}
+    found = _agreed(values | nested, READ_MASK_TOKEN_KEYS)
+    if found is not None and type(found) is not int:
+        raise ConfigError(f"mask_token_id must be a token id, got {found!r}")
+    return found
+
+
+def _num_draft_tokens(values: dict[str, Any]) -> int | None:
+    """As many as it was trained for, where its makers say it: NeMo by num_depths, speculators by its proposal."""
+    return _whole(values, "num_draft_tokens", 0) or _whole(values, "num_depths", 0) or None
+
+
+def _windows(values: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """The sliding window and the layers that have it. Without layer_types, engines give it to Qwen3's later layers."""
+    num_layers, window = _whole(values, "num_hidden_layers"), _whole(values, "sliding_window", 0)
+    kinds = values.get("layer_types")
+    if kinds is None:
+        is_used = values.get("model_type") == "qwen3" and values.get("use_sliding_window", False)
+        first = values.get("max_window_layers", 28) if is_used else num_layers
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) < num_layers:
+        raise ConfigError(f"layer_types must name the kind of each of {num_layers} layers, got {kinds!r}")
+    unknown = sorted({str(kind) for kind in kinds[:num_layers]} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(
+            f"layer_types {', '.join(unknown)} are not supported", hint="known: full_attention, sliding_attention"
+        )
+    layers = tuple(layer for layer in range(num_layers) if kinds[layer] == "sliding_attention")
+    if layers and not window:
+        raise ConfigError("layer_types asks for sliding attention, but sliding_window is not given")
+    return (window, layers) if layers else (0, ())
+
+
+def _aux_layer_ids(
+    values: dict[str, Any], target: "HFTarget", card: DrafterCard | None, repairs: list[str]
+) -> tuple[int, ...]:
+    """In ascending order and once each, as engines take them, whatever the order in the file.
+
+    SGLang and SpecForge count layers by their output, so that their default is one less in each place than vLLM's.
+    Where a directory without a card names exactly that default, it is meant so.
+    """
+    default = target.default_aux_layer_ids
+    found = values.get(AUX_KEY)
     if not found:
-        return target.default_aux_layer_ids
+        if values.get("target_layer_ids"):
+            raise ConfigError(
+                f"target_layer_ids is {values['target_layer_ids']!r}, which makers count in two ways",
+                hint=f"say {AUX_KEY} instead: the layers whose input the drafter reads",
+            )
+        return default
     if not isinstance(found, list) or not all(type(index) is int for index in found):
-        raise ConfigError(f"{AUX_KEYS[0]} must be a list of layer numbers, got {found!r}")
-    return tuple(sorted(set(found)))
+        raise ConfigError(f"{AUX_KEY} must be a list of layer numbers, got {found!r}")
+    ids = tuple(sorted(set(found)))
+    if card is None and target.num_layers >= 7 and ids == tuple(index - 1 for index in default):
+        repairs.append(
+            f"{AUX_KEY} {list(ids)} counts layers by their output, as SGLang does; it is read as {list(default)}"
+        )
+        return default
+    return ids
 
 
 def _agreed(values: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -228,9 +310,20 @@ def _is_targets(table: Tensor | None, target_table: Tensor, own_row: int | None)
 
 def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings from the current key or from the older pair rope_theta and rope_scaling."""
-    found = _mapping(values, "rope_parameters") or _mapping(values, "rope_scaling")
+    new, old = _mapping(values, "rope_parameters"), _mapping(values, "rope_scaling")
+    found = new or old
+    for name, first, second in (
+        ("rope_theta", new.get("rope_theta"), values.get("rope_theta")),
+        ("rope_type", _rope_type(new), _rope_type(old)),
+    ):
+        if first is not None and second is not None and first != second:
+            raise _disagreement({f"rope_parameters.{name}": first, name: second})
     if any(isinstance(value, dict) for value in found.values()):
         raise ConfigError("rope_parameters differ by layer, which drafters here do not", hint="known: one set for all")
-    rope_type = found.get("rope_type", found.get("type", "default"))
+    rope_type = _rope_type(found) or "default"
     rest = {key: value for key, value in found.items() if key not in ("rope_type", "type")}
     return {"rope_type": rope_type, "rope_theta": values.get("rope_theta", 10000.0)} | rest
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))

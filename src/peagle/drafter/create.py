@@ -29,8 +29,8 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
         intermediate_size=_intermediate_size(config, target.hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=_head_dim(config) or target.hidden_size // num_heads,
+        num_kv_heads=_of_first_layer(config, "num_key_value_heads") or num_heads,
+        head_dim=_of_first_layer(config, "head_dim") or target.hidden_size // num_heads,
         vocab_size=target.vocab_size,
         draft_vocab_size=switches.pop("draft_vocab_size", None) or target.vocab_size,
         target_hidden_size=target.hidden_size,
@@ -42,12 +42,12 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
     )
 
 
-def _head_dim(config: Any) -> int | None:
-    """Numbers a head has, in the first layer where they differ from layer to layer; None where the config is silent."""
+def _of_first_layer(config: Any, name: str) -> int | None:
+    """A number of the config, the first layer's where they differ from layer to layer; None where it is silent."""
     try:
-        return getattr(config, "head_dim", None)
+        return getattr(config, name, None)
     except Exception:  # transformers refuses the question where layers differ (Gemma-4), with an error of its own
-        return getattr(config.per_layer_config[0], "head_dim", None)
+        return getattr(config.per_layer_config[0], name, None)
 
 
 def create_drafter(

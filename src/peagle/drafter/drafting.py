@@ -112,7 +112,7 @@ class DraftingSession:
     def _run(self, token_ids_BS: Tensor, fused_BSD: Tensor, slots: Slots, num_cached: int) -> "DrafterOutput":
         keys = context_slots(num_cached, fused_BSD.device).followed_by(slots)
         output: DrafterOutput = self._drafter(
-            token_ids_BS, fused_BSD, slots.position_BS, visible(slots, keys), self._cache
+            token_ids_BS, fused_BSD, slots.position_BS, visible(slots, keys), self._cache, keys.position_BS
         )
         self._cache = output.cache
         return output

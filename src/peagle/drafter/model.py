@@ -67,19 +67,34 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (proj(x).view(heads).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         attended = attend(rotate(query, rotary), rotate(key, rotary), value)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 class DenseMemory:
-    """Attention over the slots of one pass and those of a cache, which `new_cache` extends layer by layer."""
+    """Attention over the slots of one pass and those of a cache, which `new_cache` extends layer by layer.
 
-    def __init__(self, visible_BSC: Tensor, cache: KeyValues | None) -> None:
+    `windowed_BSC` is what the layers of `sliding_layers` see of `visible_BSC`.
+    """
+
+    def __init__(
+        self,
+        visible_BSC: Tensor,
+        cache: KeyValues | None,
+        windowed_BSC: Tensor | None = None,
+        sliding_layers: tuple[int, ...] = (),
+    ) -> None:
         self.mask = visible_BSC[:, None]
+        self.windowed_mask = None if windowed_BSC is None else windowed_BSC[:, None]
+        self.sliding_layers = sliding_layers
         self.cache = cache
         self.new_cache: KeyValues = []
 
@@ -93,8 +108,9 @@ class DenseMemory:
         self.new_cache.append((key, value))
         # Heads are repeated by hand: torch's fused kernels take a mask or grouped heads, not both.
         group_size = query.shape[1] // key.shape[1]
+        mask = self.windowed_mask if layer in self.sliding_layers else self.mask
         return functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=self.mask
+            query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=mask
         )
 
 
@@ -171,6 +187,8 @@ class Drafter(nn.Module):
         self._target_embedding, self._target_head = target_embedding.detach(), target_head.detach()
         self.card: DrafterCard | None = None
         """what its makers say of it, where it was loaded with a card"""
+        self.repairs: tuple[str, ...] = ()
+        """what of its files was read in another sense than engines read it, where it was loaded from files"""
         self._served_head: Callable[[Tensor], Tensor] | None = None
         self.rotary = _rotary(config)
 
@@ -213,12 +231,28 @@ class Drafter(nn.Module):
         position_BS: Tensor,
         visible_BSC: Tensor,
         cache: KeyValues | None = None,
+        key_position_BC: Tensor | None = None,
     ) -> DrafterOutput:
-        """One pass over S slots. Key rows are the cached slots followed by these; the returned cache holds both."""
-        memory = DenseMemory(visible_BSC, cache)
+        """One pass over S slots. Key rows are the cached slots followed by these; the returned cache holds both.
+
+        `key_position_BC` tells how far key rows are, for layers that see only a window; without it, cached rows are
+        the positions 0, 1, 2 and so on.
+        """
+        windowed_BSC = self._within_window(visible_BSC, position_BS, key_position_BC)
+        memory = DenseMemory(visible_BSC, cache, windowed_BSC, self.config.sliding_layers)
         layer_inputs = self.layer_inputs(token_ids_BS, fused_BSD, position_BS)
         normed, carried = self.layer_outputs(self.run_layers(fused_BSD, *layer_inputs, memory.layer))
         return DrafterOutput(normed, carried, memory.new_cache)
+
+    def _within_window(self, visible_BSC: Tensor, position_BS: Tensor, key_position_BC: Tensor | None) -> Tensor | None:
+        """What layers with a window see; None where no layer has one."""
+        if not self.config.sliding_layers:
+            return None
+        if key_position_BC is None:
+            num_cached = visible_BSC.shape[2] - position_BS.shape[1]
+            cached_BC = torch.arange(num_cached, device=position_BS.device).expand(len(position_BS), -1)
+            key_position_BC = torch.cat([cached_BC, position_BS], dim=1)
+        return visible_BSC & (key_position_BC[:, None] > position_BS[:, :, None] - self.config.sliding_window)
 
     def layer_inputs(
         self, token_ids_BS: Tensor, fused_BSD: Tensor, position_BS: Tensor

@@ -87,8 +87,9 @@ def _deeper_in_parallel(
         fused_mask_D = drafter.fuse(drafter.mask_hidden.to(output.normed_BSD.dtype))
         tokens_BS = torch.full_like(slots.anchor_BS, mask_token_id)
         states_BSD = fused_mask_D.expand(*tokens_BS.shape, -1)
-        seen = visible(slots, context.followed_by(slots))
-        yield slots, drafter(tokens_BS, states_BSD, slots.position_BS, seen, output.cache).normed_BSD
+        keys = context.followed_by(slots)
+        seen = visible(slots, keys)
+        yield slots, drafter(tokens_BS, states_BSD, slots.position_BS, seen, output.cache, keys.position_BS).normed_BSD
 
 
 def _deeper_one_by_one(
@@ -102,7 +103,7 @@ def _deeper_one_by_one(
         slots = Slots(anchors.expand_as(depth_BS), depth_BS).to(token_ids_BT.device)
         keys = keys.followed_by(slots)
         tokens_BS = token_ids_BT.gather(1, slots.position_BS + 1)
-        output = drafter(tokens_BS, state_BSD, slots.position_BS, visible(slots, keys), cache)
+        output = drafter(tokens_BS, state_BSD, slots.position_BS, visible(slots, keys), cache, keys.position_BS)
         state_BSD, cache = output.carried_BSD, output.cache
         yield slots, output.normed_BSD
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.reference import decode
 from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import WEIGHTS_NAME, load_drafter, save_drafter
+from peagle.drafter.checkpoint import load_drafter, save_drafter
+from peagle.drafter.evidence import record
+from peagle.drafter.layouts import WEIGHTS_NAME
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import provenance
@@ -80,8 +83,9 @@ def train_drafter(
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = replay(target, served, checked, config.num_draft_tokens)
+    card = _card(target, served, config, text, measured)  # by all processes: the target may be spread over them
     if world.is_main:
-        save_drafter(served, config.output, _card(target, served, config, text, measured), full=False)
+        save_drafter(served, config.output, card, full=False)
         title = (
             f"{config.method} drafter for {target.name}: {config.num_layers} layers, {config.num_draft_tokens} depths"
         )
@@ -160,6 +164,7 @@ def _card(target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText
         acceptance={"held_out_replay": _record(measured)} if text.held_out else {},
         training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
+        evidence=record(target, drafter, decode),
     )
 
 

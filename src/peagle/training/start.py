@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from peagle.drafter.checkpoint import WEIGHTS_NAME, drafter_directory, load_drafter
+from peagle.drafter.checkpoint import drafter_directory, load_drafter
 from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.layouts import weights_files
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import choose_draft_vocab, vocab_coverage
 from peagle.errors import CheckpointError, ConfigError
@@ -69,8 +70,10 @@ def draft_vocab_facts(drafter: Drafter, counts_V: Tensor) -> dict[str, Any]:
 def earlier_facts(target: HFTarget, path: Path) -> dict[str, Any]:
     """What tells the drafter that training goes on from."""
     directory = drafter_directory(path, target)
-    content = (directory / WEIGHTS_NAME).read_bytes()
-    return {"name": directory.name, "weights": hashlib.sha256(content).hexdigest()[:32]}
+    digest = hashlib.sha256()
+    for path in weights_files(directory):
+        digest.update(path.read_bytes())
+    return {"name": directory.name, "weights": digest.hexdigest()[:32]}
 
 
 def _switches(config: TrainConfig) -> dict[str, Any]:
@@ -94,6 +97,11 @@ def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Dra
             f"training cannot go on from {directory}: {error.message}",
             hint="give a drafter directory that was trained for this very target, or start a new drafter without it",
         ) from error
+    if drafter.config.sliding_layers:
+        raise ConfigError(
+            f"training cannot go on from {directory}, whose layers see a window of {drafter.config.sliding_window}",
+            hint="such drafters can be served and exported; start a new one to train",
+        )
     differing = [
         f"{name} is {earlier!r} there and {wanted!r} in the settings"
         for name, (earlier, wanted) in _shapes(drafter, config, target).items()

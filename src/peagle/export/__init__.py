@@ -1,0 +1,1 @@
+"""Handing drafters over to other engines: writing their directories, and checking what was written."""

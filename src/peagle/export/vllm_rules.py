@@ -1,0 +1,240 @@
+"""How vLLM reads a drafter directory, in our own words, so that it can be checked where no vLLM is installed.
+
+The rules are those of vLLM 0.32 (native and speculators configs of EAGLE-3 and P-EAGLE drafters):
+
+    architecture  one of `ARCHITECTURES`; the speculators form is mapped to one
+    aux ids       `eagle_aux_hidden_state_layer_ids`, else the same key in `eagle_config`, else 2, L/2, L-3; then sorted
+                  and made distinct. The width of `fc` follows `num_aux_hidden_states`, not the ids.
+    mask token    the first of `dflash_config.mask_token_id`, `mask_token_id`, `dspark_noise_token_id`, `pard_token`,
+                  `ptd_token_id`; others are not looked at, even if they disagree
+    norms         `eagle_config.norm_before_fc` before the top-level key; `fc_norm`, `norm_before_residual` and
+                  `norm_output` at the top level, all false by default. Of a speculators config of type peagle,
+                  `fc_norm` and `norm_output` are read inside `transformer_layer_config` only.
+    tensors       every name gets the prefix `model.` (so one that has it already is refused), but for `lm_head`, `d2t`
+                  and `mask_hidden`; names that lead nowhere are refused; `t2d` is passed over
+    d2t           offsets. Absent with a smaller vocabulary it stays zero, without a word
+    embeddings    the file's table where there is one, else the target's, mask row included
+    head          likewise
+    lengths       `max_position_embeddings` is raised to the target's; before 0.2x longer texts crashed instead
+"""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from peagle.drafter.config import DrafterConfig
+from peagle.errors import ConfigError
+from peagle.export.reading import COMPACT_TENSOR, Difference, Files, Reading, state_of
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "PeagleQwen3ForCausalLM",
+)
+MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+LAYER_TENSOR = re.compile(
+    r"layers\.(\d+)\.("
+    r"self_attn\.(?:[qkvo]_proj\.(?:weight|bias)|[qk]_norm\.weight)"
+    r"|mlp\.(?:gate|up|down)_proj\.weight|(?:input|post_attention)_layernorm\.weight|hidden_norm\.weight)"
+)
+TOP_TENSORS = {"embed_tokens.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
+
+
+def read_as_vllm(files: Files, target: "HFTarget", *, parallel: bool) -> Reading:
+    """The drafter vLLM would run; what it refuses, or takes without a word although it cannot work, is a Difference.
+
+    `parallel` is what the speculative config says (`parallel_drafting`).
+    """
+    values = _vllm_values(files.config)
+    tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in files.tensors.items()}
+    _check_architecture(values)
+    _check_names(tensors, values)
+    config = _config(values, tensors, target, parallel)
+    _check_tensors(config, values, tensors)
+    return Reading(config, state_of(config, tensors, target))
+
+
+def _vllm_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The flat config vLLM works with; of the speculators form only what vLLM takes over."""
+    kind = values.get("speculators_model_type")
+    if kind is None:
+        return values
+    if kind not in ("peagle", "eagle3"):
+        raise Difference(f"speculators_model_type is {kind!r}", "vLLM runs peagle and eagle3 drafters of this kind")
+    inner = values.get("transformer_layer_config")
+    if not isinstance(inner, dict):
+        raise Difference("transformer_layer_config is missing", "vLLM takes the layers' sizes from it")
+    taken = dict(inner)
+    taken["draft_vocab_size"] = values.get("draft_vocab_size")
+    taken["norm_before_residual"] = values.get("norm_before_residual", kind == "eagle3")
+    taken["norm_before_fc"] = values.get("norm_before_fc", False)
+    if values.get("target_hidden_size") is not None:
+        taken["target_hidden_size"] = values["target_hidden_size"]
+    if values.get(AUX_KEY):
+        taken[AUX_KEY] = values[AUX_KEY]
+    if kind == "eagle3":
+        taken |= {key: values.get(key, False) for key in ("fc_norm", "norm_output")}
+    elif "mask_token_id" not in values:
+        raise Difference("mask_token_id is missing", "vLLM reads it at the top level of a speculators config")
+    else:
+        taken["pard_token"] = values["mask_token_id"]
+    family = "Qwen3" if taken.get("model_type") == "qwen3" else "Llama"
+    taken["architectures"] = [f"{'Peagle' if kind == 'peagle' else 'Eagle3'}{family}ForCausalLM"]
+    return taken
+
+
+def _check_architecture(values: dict[str, Any]) -> None:
+    names = values.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in names):
+        raise Difference(
+            f"architectures is {names}, which vLLM does not know",
+            f"the config was written for another framework; vLLM's names: {', '.join(ARCHITECTURES)}",
+        )
+
+
+def _check_names(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    num_layers = values.get("num_hidden_layers", 0)
+    for name in sorted(tensors):
+        layer = LAYER_TENSOR.fullmatch(name)
+        is_layer = layer is not None and int(layer[1]) < num_layers
+        is_norm = re.fullmatch(r"fc_norm\.\d+\.weight|input_norm\.weight", name) is not None
+        if is_layer or is_norm or name in TOP_TENSORS:
+            continue
+        if name.startswith("model."):
+            cause = "the keys carry the prefix `model.`, which vLLM adds itself; strip it, or use `peagle export`"
+        elif name == COMPACT_TENSOR:
+            cause = "this is the compact form, which only peagle reads; `peagle export` writes vLLM's"
+        elif layer is not None:
+            cause = f"num_hidden_layers is {num_layers} in config.json"
+        else:
+            cause = "the file is of another framework; vLLM refuses names it does not know"
+        raise Difference(f"vLLM has no place for the tensor {name!r}", cause)
+
+
+def _config(values: dict[str, Any], tensors: dict[str, Tensor], target: "HFTarget", parallel: bool) -> DrafterConfig:
+    eagle = values.get("eagle_config") or {}
+    try:
+        hidden_size, num_heads = int(values["hidden_size"]), int(values["num_attention_heads"])
+        sliding = [kind == "sliding_attention" for kind in values.get("layer_types") or ()]
+        layers = tuple(index for index, is_sliding in enumerate(sliding) if is_sliding)
+        return DrafterConfig(
+            hidden_size=hidden_size,
+            intermediate_size=int(values["intermediate_size"]),
+            num_layers=int(values["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(values.get("num_key_value_heads") or num_heads),
+            head_dim=int(values.get("head_dim") or hidden_size // num_heads),
+            vocab_size=int(values["vocab_size"]),
+            draft_vocab_size=int(values.get("draft_vocab_size") or values["vocab_size"]),
+            target_hidden_size=int(values.get("target_hidden_size") or hidden_size),
+            aux_layer_ids=_aux_layer_ids(values, eagle, target),
+            parallel=parallel,
+            mask_token_id=_mask_token_id(values) if parallel else None,
+            fc_norm=bool(values.get("fc_norm", False)),
+            norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc", False))),
+            norm_before_residual=bool(values.get("norm_before_residual", False)),
+            norm_output=bool(values.get("norm_output", False)),
+            attention_bias=bool(values.get("attention_bias", False)),
+            qk_norm="Qwen3" in str(values.get("architectures")),
+            sliding_window=int(values.get("sliding_window") or 0) if layers else 0,
+            sliding_layers=layers,
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            max_length=int(values.get("max_position_embeddings", target.max_length)),
+            rope_parameters=rope_parameters(values),
+            embeddings="own" if "embed_tokens.weight" in tensors else "shared",
+            head="own" if "lm_head.weight" in tensors else "shared",
+        )
+    except KeyError as error:
+        raise Difference(f"config.json lacks {error.args[0]!r}", "it is not a drafter's config, or was cut") from error
+    except (TypeError, ValueError) as error:
+        message = error.message if isinstance(error, ConfigError) else str(error)
+        raise Difference(f"config.json: {message}", "the config was edited or converted wrongly") from error
+
+
+def _aux_layer_ids(values: dict[str, Any], eagle: dict[str, Any], target: "HFTarget") -> tuple[int, ...]:
+    found = values.get(AUX_KEY) or eagle.get(AUX_KEY)
+    ids = tuple(sorted(set(found))) if found else (2, target.num_layers // 2, target.num_layers - 3)
+    count = values.get("num_aux_hidden_states") or len(eagle.get(AUX_KEY) or ()) or 3
+    if count != len(set(ids)):
+        raise Difference(
+            f"vLLM would read {len(set(ids))} target states (layers {list(ids)}) into an fc built for {count}",
+            "num_aux_hidden_states and the ids disagree, or ids repeat; vLLM makes them distinct",
+        )
+    if min(ids) < 0 or max(ids) >= target.num_layers:
+        raise Difference(
+            f"aux layers {list(ids)} are not all among the target's 0 to {target.num_layers - 1}",
+            "the drafter belongs to another target, or its ids count from 1",
+        )
+    return ids
+
+
+def _mask_token_id(values: dict[str, Any]) -> int:
+    dflash = values.get("dflash_config") or {}
+    if "mask_token_id" in dflash:
+        return int(dflash["mask_token_id"])
+    for key in MASK_TOKEN_KEYS:
+        if values.get(key) is not None:
+            return int(values[key])
+    raise Difference(
+        f"no mask token: config.json has none of {', '.join(MASK_TOKEN_KEYS)}",
+        "the key was lost or renamed in a conversion; vLLM refuses to draft in parallel without it",
+    )
+
+
+def _check_tensors(config: DrafterConfig, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    wanted = {"fc.weight": (config.hidden_size, config.aux_size), "norm.weight": (config.hidden_size,)}
+    if config.fc_norm:
+        wanted |= {
+            f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(len(config.aux_layer_ids))
+        }
+    if config.norm_before_fc:
+        wanted["input_norm.weight"] = (config.aux_size,)
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise Difference(
+                f"the tensor {name!r} is missing", "the file is incomplete, or a switch in config.json is wrong"
+            )
+        if tuple(tensors[name].shape) != shape:
+            raise Difference(
+                f"the tensor {name!r} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}",
+                "config.json and the weights are of two drafters",
+            )
+    for name, switch in (("fc_norm.0.weight", "fc_norm"), ("input_norm.weight", "norm_before_fc")):
+        if name in tensors and name not in wanted:
+            raise Difference(
+                f"{switch} is false as vLLM reads config.json, but the file holds {name!r}",
+                _norm_cause(switch, values),
+            )
+    if config.parallel and "mask_hidden" not in tensors:
+        raise Difference("mask_hidden is missing", "the learned placeholder state was lost; vLLM refuses to start")
+    if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
+        raise Difference(
+            f"d2t is missing although the draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",
+            "vLLM would take draft ids for target ids without a word; export the table with the weights",
+        )
+    if config.draft_vocab_size < config.vocab_size and config.head == "shared":
+        raise Difference(
+            f"lm_head.weight is missing although the draft vocabulary has {config.draft_vocab_size} tokens only",
+            "vLLM can share the target's whole head, not rows of it; `peagle export` writes them out",
+        )
+
+
+def _norm_cause(switch: str, values: dict[str, Any]) -> str:
+    if switch == "fc_norm" and "Peagle" in str(values.get("architectures")):
+        return "vLLM does not take fc_norm over from a speculators config of type peagle; use `peagle export --to vllm`"
+    return f"the norm flag {switch} was flipped or lost in a conversion"
+
+
+def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings, from the current key or the older two, with the type and the base always written out."""
+    found = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    kind = found.pop("rope_type", found.pop("type", "default"))
+    return {"rope_type": kind, "rope_theta": values.get("rope_theta", 10000.0)} | found

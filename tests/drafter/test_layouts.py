@@ -1,0 +1,470 @@
+"""Directories as their makers publish them, and the traps on the way from one maker to another.
+
+The first table writes one drafter in each layout; every one must come back as that drafter. The second lists what is
+known to go wrong between makers and engines, each with what must become of it.
+"""
+
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from passes import card_for, draft_logits
+from peagle.drafter.checkpoint import load_drafter, save_drafter, stored_tensors
+from peagle.drafter.config_json import layer_values
+from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.layouts import read_tensors, weights_files
+from peagle.drafter.model import Drafter
+from peagle.drafter.vocab import choose_draft_vocab, read_table
+from peagle.errors import CheckpointError, ConfigError
+from peagle.targets.hf import HFTarget
+from tiny import tiny_drafter, tiny_target
+
+Tensors = dict[str, Tensor]
+Values = dict[str, Any]
+AUX = "eagle_aux_hidden_state_layer_ids"
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = LLAMA3_SCALING | {"rope_theta": 150000.0}
+
+
+@dataclass
+class Source:
+    """A target, a drafter for it, and the drafter's tensors by vLLM's names with all its tables."""
+
+    target: HFTarget
+    drafter: Drafter
+    tensors: Tensors
+
+    @property
+    def layers(self) -> Values:
+        """Its layers as a config of today has them."""
+        return layer_values(self.drafter.config)
+
+    @property
+    def old_layers(self) -> Values:
+        """The same with rope_theta and rope_scaling, as transformers wrote them before version 5."""
+        rope = dict(self.drafter.config.rope_parameters)
+        theta = rope.pop("rope_theta")
+        scaling = None if rope == {"rope_type": "default"} else rope
+        old = {key: value for key, value in self.layers.items() if key != "rope_parameters"}
+        return old | {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def source(**switches: Any) -> Source:
+    """A drafter with every weight its own, tables included; `draft_vocab_size` 100 takes a map into the target's."""
+    rope = switches.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+    target = tiny_target(tie_word_embeddings=False, rope_parameters=dict(rope))
+    switches = {"num_draft_tokens": 4, "fc_norm": False, "embeddings": "own", "head": "own"} | switches
+    config = config_for_target(target, num_layers=2, **switches)
+    drafter = create_drafter(target, config, "random", seed=1).eval().requires_grad_(False)
+    with torch.no_grad():
+        for number, parameter in enumerate(drafter.parameters()):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        if drafter.config.draft_vocab_size < target.vocab_size:
+            counts = torch.rand(target.vocab_size, generator=torch.Generator().manual_seed(3))
+            drafter.d2t.copy_(choose_draft_vocab(counts, drafter.config.draft_vocab_size))
+    return Source(
+        target, drafter, {name: tensor.clone() for name, tensor in stored_tensors(drafter, full=True).items()}
+    )
+
+
+def t2d_of(source: Source) -> Tensor:
+    present = torch.zeros(source.target.vocab_size, dtype=torch.bool)
+    present[source.drafter.to_target_ids(torch.arange(source.drafter.config.draft_vocab_size))] = True
+    return present
+
+
+def midlayer(tensors: Tensors) -> Tensors:
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+
+
+def write(directory: Path, values: Values, tensors: Tensors) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(values))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def shard(directory: Path) -> None:
+    """Spread a directory's weights over three files with an index."""
+    tensors = read_tensors(directory)
+    (directory / "model.safetensors").unlink()
+    weight_map = {}
+    for index, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"model-0000{index % 3 + 1}-of-00003.safetensors"
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# The layouts ----------------------------------------------------------------------------------------------------------
+
+
+def aws(directory: Path, *, absolute: bool = False) -> Source:
+    """AWS's P-EAGLE heads: `midlayer`, `ptd_token_id`, old rotary keys, both maps of a whole vocabulary, no aux ids."""
+    made = source(rope_parameters=LLAMA3)
+    vocab_size = made.target.vocab_size
+    identity = torch.arange(vocab_size) if absolute else torch.zeros(vocab_size, dtype=torch.long)
+    tensors = midlayer(made.tensors) | {"d2t": identity, "t2d": torch.ones(vocab_size, dtype=torch.bool)}
+    values = made.old_layers | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": vocab_size}
+    write(directory, values | {"ptd_token_id": made.drafter.config.mask_token_id}, tensors)
+    return made
+
+
+def aws_sharded(directory: Path) -> Source:
+    made = aws(directory)
+    shard(directory)
+    return made
+
+
+def eagle_authors(directory: Path) -> Source:
+    """EAGLE-3 as its authors published it: a pickled file, `midlayer`, no embeddings, a draft vocabulary."""
+    made = source(parallel=False, draft_vocab_size=100, embeddings="shared")
+    values = made.old_layers | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 100}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(values))
+    torch.save(midlayer(made.tensors) | {"t2d": t2d_of(made)}, directory / "pytorch_model.bin")
+    return made
+
+
+def speculators_values(made: Source, kind: str, **top: Any) -> Values:
+    return {
+        "speculators_model_type": kind,
+        "transformer_layer_config": made.layers,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
+        },
+        "draft_vocab_size": made.drafter.config.draft_vocab_size,
+        "target_hidden_size": None,
+        AUX: list(made.drafter.config.aux_layer_ids),
+    } | top
+
+
+def speculators_peagle(directory: Path) -> Source:
+    """speculators' P-EAGLE: nested config, defaults left out, fc_norm, a map in both directions."""
+    made = source(fc_norm=True, draft_vocab_size=100)
+    values = speculators_values(made, "peagle", fc_norm=True, mask_token_id=made.drafter.config.mask_token_id)
+    write(directory, values, made.tensors | {"t2d": t2d_of(made)})
+    return made
+
+
+def speculators_qwen3(directory: Path) -> Source:
+    """speculators' P-EAGLE with Qwen3's layers and a sliding window in the second."""
+    made = source(qk_norm=True, norm_before_fc=True, sliding_window=5, sliding_layers=(1,))
+    top = {"norm_before_fc": True, "mask_token_id": made.drafter.config.mask_token_id}
+    write(directory, speculators_values(made, "peagle", **top), made.tensors)
+    return made
+
+
+def speculators_eagle3(directory: Path) -> Source:
+    """speculators' EAGLE-3: norm_before_residual when nothing is said; an old file with the target's tensors in it."""
+    made = source(parallel=False, norm_before_residual=True)
+    own = {"verifier_lm_head.weight": torch.zeros(2, 2), "verifier_norm.weight": torch.zeros(2)}
+    write(directory, speculators_values(made, "eagle3"), made.tensors | own)
+    return made
+
+
+def nemo(directory: Path) -> Source:
+    """NeMo Automodel: `model.` before most names, an architecture of its own, num_depths."""
+    made = source(fc_norm=True, draft_vocab_size=100)
+    bare = {"lm_head.weight", "mask_hidden", "d2t", "t2d"}
+    tensors = made.tensors | {"t2d": t2d_of(made)}
+    prefixed = {name if name in bare else f"model.{name}": tensor for name, tensor in tensors.items()}
+    values = made.old_layers | {
+        "architectures": ["LlamaEagle3DraftModel"],
+        "parallel_drafting": True,
+        "num_depths": 4,
+        "mask_token_id": made.drafter.config.mask_token_id,
+        "draft_vocab_size": 100,
+        "num_aux_hidden_states": 3,
+        "target_hidden_size": 64,
+        "fc_norm": True,
+    }
+    write(directory, values, prefixed)
+    return made
+
+
+def specforge_eagle3(directory: Path) -> Source:
+    """SpecForge's EAGLE-3.1: no embeddings, aux ids counted by output and inside eagle_config, a window that is off."""
+    made = source(parallel=False, fc_norm=True, norm_output=True, draft_vocab_size=100, embeddings="shared")
+    values = made.old_layers | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "fc_norm": True,
+        "norm_output": True,
+        "draft_vocab_size": 100,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": 48,
+        "eagle_config": {AUX: [1, 3, 4], "use_aux_hidden_state": True},
+    }
+    write(directory, values, midlayer(made.tensors) | {"t2d": t2d_of(made)})
+    return made
+
+
+def specforge_raw(directory: Path) -> Source:
+    """A checkpoint of SpecForge's P-EAGLE from the middle of training, whose owner has added the mask token."""
+    made = source()
+    wrapped = {f"module.draft_model.{name}": tensor for name, tensor in made.tensors.items()}
+    values = made.old_layers | {"architectures": ["PEagleDraftModel"], "draft_vocab_size": made.target.vocab_size}
+    write(directory, values | {"mask_token_id": made.drafter.config.mask_token_id}, wrapped)
+    return made
+
+
+def verl(directory: Path) -> Source:
+    """verl-SpeCo: a model type of its own, and a map that begins as a list of target ids."""
+    made = source()
+    values = made.old_layers | {"architectures": ["LlamaForCausalLMPeagle"], "model_type": "llama_peagle"}
+    values |= {"mask_token_id": made.drafter.config.mask_token_id, "draft_vocab_size": made.target.vocab_size}
+    write(directory, values, made.tensors | {"d2t": torch.arange(made.target.vocab_size)})
+    return made
+
+
+LAYOUTS: list[tuple[Callable[[Path], Source], int]] = [
+    (aws, 0),
+    (aws_sharded, 0),
+    (lambda directory: aws(directory, absolute=True), 1),
+    (eagle_authors, 0),
+    (speculators_peagle, 0),
+    (speculators_qwen3, 0),
+    (speculators_eagle3, 0),
+    (nemo, 0),
+    (specforge_eagle3, 1),
+    (specforge_raw, 0),
+    (verl, 1),
+]
+
+
+@pytest.mark.parametrize(("layout", "num_repairs"), LAYOUTS)
+def test_a_published_layout_comes_back_as_the_drafter_it_was(
+    tmp_path: Path, layout: Callable[[Path], Source], num_repairs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = layout(tmp_path / "drafter")
+    with caplog.at_level(logging.WARNING):
+        loaded = load_drafter(tmp_path / "drafter", made.target)
+    ours = made.drafter.config
+    for name in ours.__dataclass_fields__:
+        if name not in ("num_draft_tokens", "embeddings", "head"):
+            assert getattr(loaded.config, name) == getattr(ours, name), name
+    assert torch.equal(draft_logits(made.target, loaded), draft_logits(made.target, made.drafter))
+    ids = torch.arange(ours.draft_vocab_size)
+    assert torch.equal(loaded.to_target_ids(ids), made.drafter.to_target_ids(ids))
+    assert len(loaded.repairs) == num_repairs, loaded.repairs
+    assert all(repair in caplog.text for repair in loaded.repairs), "what is read otherwise is said"
+
+
+def test_the_trained_depth_is_taken_where_makers_say_it(tmp_path: Path) -> None:
+    for layout, expected in ((nemo, 4), (speculators_peagle, 4), (aws, None)):
+        directory = tmp_path / layout.__name__
+        assert load_drafter(directory, layout(directory).target).config.num_draft_tokens == expected
+
+
+# The traps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trap:
+    """What somebody's files hold: changes to a sound directory's config and tensors, and the refusal or the reading."""
+
+    name: str
+    values: Values
+    change: Callable[[Tensors], object] = lambda tensors: None
+    refusal: str | None = None
+    reading: Callable[[Drafter], object] = lambda drafter: True
+    pruned: bool = False
+
+
+def drop(*names: str) -> Callable[[Tensors], object]:
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def absolute(tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def low_absolute(tensors: Tensors) -> None:
+    """A list of target ids that could be offsets just as well, which only t2d tells."""
+    tensors["d2t"] = torch.arange(100)
+    tensors["t2d"] = torch.arange(288) < 100
+
+
+TRAPS = [
+    Trap("aux ids counted by output", {AUX: [1, 3, 4]}, reading=lambda d: d.config.aux_layer_ids == (2, 4, 5)),
+    Trap("aux ids that only look so", {AUX: [1, 3, 5]}, reading=lambda d: d.config.aux_layer_ids == (1, 3, 5)),
+    Trap("aux ids in another order", {AUX: [5, 2, 4]}, reading=lambda d: d.config.aux_layer_ids == (2, 4, 5)),
+    Trap("no aux ids", {AUX: None}, reading=lambda d: d.config.aux_layer_ids == (2, 4, 5)),
+    Trap("a key of two senses", {AUX: None, "target_layer_ids": [1, 3, 4]}, refusal="makers count in two ways"),
+    Trap("the target's last state", {AUX: [2, 4, 8]}, refusal="but those of target 'tiny' are 0 to 7"),
+    Trap("a mask token inside", {"mask_token_id": None, "dflash_config": {"mask_token_id": 270}}),
+    Trap("an early name of it", {"mask_token_id": None, "unused_token_id": 270}),
+    Trap("mask tokens that disagree", {"pard_token": 3}, refusal="mask_token_id = 270, pard_token = 3"),
+    Trap("and inside", {"dflash_config": {"mask_token_id": 3}}, refusal="dflash_config.mask_token_id = 3"),
+    Trap("no mask token", {"mask_token_id": None}, refusal="it needs mask_token_id, the token fed to"),
+    Trap("no mask_hidden", {}, drop("mask_hidden"), refusal="lacks the tensor 'mask_hidden'"),
+    Trap("a switch without weights", {"fc_norm": True}, refusal="lacks the tensor 'fc_norm.0.weight'"),
+    Trap(
+        "weights without a switch",
+        {},
+        lambda t: t.update({"input_norm.weight": torch.ones(192)}),
+        refusal="'input_norm.weight', which config.json has no place for",
+    ),
+    Trap(
+        "norms of another sense",
+        {"eagle_config": {"norm_before_fc": True}, "norm_before_fc": False},
+        refusal="disagree",
+    ),
+    Trap("an own table dropped", {}, drop("embed_tokens.weight"), reading=lambda d: d.config.embeddings == "shared"),
+    Trap("an own head dropped", {}, drop("lm_head.weight"), reading=lambda d: d.config.head == "shared"),
+    Trap("ids for offsets", {}, absolute, reading=lambda d: "d2t holds target ids" in d.repairs[0], pruned=True),
+    Trap("ids that only t2d tells", {}, low_absolute, reading=lambda d: not d.d2t.any() and d.repairs, pruned=True),
+    Trap("no map", {}, drop("d2t"), refusal="lacks the tensor 'd2t'", pruned=True),
+    Trap("a map never stored", {}, lambda t: t["d2t"].zero_(), refusal="do not name the same tokens", pruned=True),
+    Trap("a short map", {}, lambda t: t.update(d2t=t["d2t"][:9]), refusal="'d2t' has shape [9]", pruned=True),
+    Trap(
+        "theta in two places",
+        {"rope_theta": 5e5},
+        refusal="rope_parameters.rope_theta = 10000.0, rope_theta = 500000.0",
+    ),
+    Trap(
+        "scalings that disagree", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, refusal="rope_type = linear"
+    ),
+    Trap("no epsilon", {"rms_norm_eps": None}, reading=lambda d: d.config.rms_norm_eps == 1e-6),
+    Trap("a window without size", {"layer_types": ["sliding_attention"] * 2}, refusal="sliding_window is not given"),
+    Trap("too few layer types", {"layer_types": ["full_attention"]}, refusal="the kind of each of 2 layers"),
+    Trap("other layer types", {"layer_types": ["linear_attention"] * 2}, refusal="linear_attention are not supported"),
+    Trap("a window that no layer has", {"sliding_window": 64}, reading=lambda d: not d.config.sliding_layers),
+    Trap(
+        "a window by layer",
+        {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+        reading=lambda d: (d.config.window(0), d.config.window(1)) == (0, 64),
+    ),
+    Trap("other layers", {"model_type": "qwen3"}, refusal="lacks the tensor 'layers.0.self_attn.k_norm.weight'"),
+    Trap(
+        "biases without a switch",
+        {},
+        lambda t: t.update({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        refusal="q_proj.bias",
+    ),
+    Trap("quantized weights", {"quantization_config": {"quant_method": "fp8"}}, refusal="quantization_config is"),
+    Trap(
+        "one tensor twice",
+        {},
+        lambda t: t.update({"model.norm.weight": t["norm.weight"].clone()}),
+        refusal="'norm.weight' twice",
+    ),
+]
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_a_known_trap_is_read_rightly_or_refused(tmp_path: Path, trap: Trap) -> None:
+    made = source(draft_vocab_size=100 if trap.pruned else None, mask_token_id=270)
+    if trap.pruned:
+        made.tensors["t2d"] = t2d_of(made)
+    values = made.layers | {
+        "draft_vocab_size": made.drafter.config.draft_vocab_size,
+        "mask_token_id": 270,
+        AUX: [2, 4, 5],
+    }
+    trap.change(made.tensors)
+    write(tmp_path, values | trap.values, made.tensors)
+    if trap.refusal is not None:
+        with pytest.raises(CheckpointError) as caught:
+            load_drafter(tmp_path, made.target)
+        assert trap.refusal in caught.value.message
+    else:
+        assert trap.reading(load_drafter(tmp_path, made.target))
+
+
+def test_dropped_embeddings_are_said_because_the_placeholder_had_a_row_in_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = source(mask_token_id=270)
+    values = made.layers | {"draft_vocab_size": 288, "mask_token_id": 270}
+    made.tensors.pop("embed_tokens.weight")
+    write(tmp_path, values, made.tensors)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_drafter(tmp_path, made.target)
+    assert "its placeholder reads the target's for token 270" in caplog.text
+    assert torch.equal(loaded.mask_embedding, made.target.embedding_VD[270])
+
+
+def test_a_directory_of_ours_is_never_taken_to_count_by_output(tmp_path: Path) -> None:
+    """With a card, which says what its numbers mean, ids that look like SGLang's are what they say."""
+    target = tiny_target()
+    target.tap((1, 3, 4))
+    drafter = tiny_drafter(target)
+    save_drafter(drafter, tmp_path, card_for(target, drafter), full=True)
+    assert load_drafter(tmp_path, target).config.aux_layer_ids == (1, 3, 4)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_looked_for_in_one_order(tmp_path: Path) -> None:
+    assert weights_files(tmp_path) == []
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    assert [path.name for path in weights_files(tmp_path)] == ["pytorch_model.bin"]
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert [path.name for path in weights_files(tmp_path)] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is missing"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "names the file '../a.safetensors', which is not in its directory"),
+        ({"weight_map": {"a": 3}}, "names the file 3"),
+        ({"weights": {}}, "is not an index of weight files"),
+        ([], "is not an index of weight files"),
+    ],
+)
+def test_an_index_that_leads_nowhere_is_refused(tmp_path: Path, index: object, message: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
+        weights_files(tmp_path)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize(
+    ("write_file", "message"),
+    [
+        (lambda path: path.write_bytes(pickle.dumps({"a": Hostile()})), "cannot be read"),
+        (lambda path: torch.save({"a": Hostile()}, path), "cannot be read"),
+        (lambda path: torch.save({"a": torch.zeros(1), "epoch": 3}, path), "holds more than tensors by name"),
+        (lambda path: path.write_bytes(b"cut short"), "cannot be read"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+    ],
+    ids=["hostile", "hostile in torch's form", "training state", "cut short", "empty"],
+)
+def test_a_pickled_file_is_read_only_where_it_holds_tensors_alone(
+    tmp_path: Path, write_file: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_file(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        read_tensors(tmp_path)
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_a_map_that_names_a_token_twice_is_refused_in_either_reading() -> None:
+    with pytest.raises(ConfigError, match="does not map each draft id to a target id of its own below 9"):
+        read_table(torch.tensor([8, 7, 8]), None, vocab_size=9)
