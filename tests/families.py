@@ -112,9 +112,17 @@ def family_target(family: str, seed: int = 0) -> HFTarget:
 
 
 def trained_drafter(
-    target: HFTarget, texts: Sequence[Sequence[int]], *, num_draft_tokens: int = 4, num_steps: int = 80
+    target: HFTarget,
+    texts: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int = 4,
+    num_steps: int = 80,
+    **changes: Any,
 ) -> Drafter:
-    """A P-EAGLE drafter of one layer after a short training on `texts`: right about some of them, some of the time."""
+    """A P-EAGLE drafter of one layer after a short training on `texts`: right about some of them, some of the time.
+
+    `changes` are other settings of its config than the usual ones here.
+    """
     config = DrafterConfig(
         hidden_size=target.hidden_size,
         intermediate_size=48,
@@ -133,6 +141,7 @@ def trained_drafter(
         fc_norm=True,
         head="own",
     )
+    config = replace(config, **changes)
     drafter = create_drafter(target, config, "random", seed=1)
     length = min(map(len, texts))
     token_ids_BT = torch.tensor([list(text[-length:]) for text in texts])

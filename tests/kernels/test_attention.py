@@ -41,6 +41,8 @@ CASES = {
     "a context over many splits": Case(((700, 2),)),
     "one head a group": Case(((21, 2), (3, 2)), num_heads=2),
     "a width that is no power of two": Case(((21, 2), (3, 2)), width=24),
+    "heads as wide as Gemma-4's": Case(((21, 5), (70, 2)), num_heads=8, num_groups=1, width=512),
+    "such heads in half precision": Case(((21, 5),), num_heads=8, num_groups=1, width=512, dtype=torch.float16),
     "a sliding window": Case(((37, 4), (5, 40), (200, 2)), window=9),
     "sinks": Case(((37, 4), (0, 3), (300, 2)), has_sinks=True),
     "a soft cap": Case(((37, 4), (0, 3)), softcap=3.0),

@@ -25,7 +25,7 @@ class TargetArguments:
     """Which target, and how it runs."""
 
     target: str | None = None
-    """directory, GGUF file, catalog name or Hugging Face id; by default the embedded SmolLM2-135M-Instruct"""
+    """directory, GGUF file, name in `peagle catalog` or Hugging Face id; by default the embedded one"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on a GPU; on a CPU float32, or bfloat16 for weights that fill the memory where it is native"""
     device: str = "auto"
@@ -46,9 +46,20 @@ class DrafterArguments:
     """Which drafter."""
 
     drafter: str | None = None
-    """drafter directory, or the name of one that ships; by default the one that ships for the target"""
+    """directory, Hugging Face id, or variant in `peagle catalog` (base, long-context); by default the catalog's"""
     allow_mismatch: bool = False
     """use a drafter that was trained for another target's weights, tokenizer or chat template"""
+
+    def check(self, target: TargetArguments) -> None:
+        """Refuse a drafter that nobody can have while nothing is downloaded yet."""
+        from peagle.targets.catalog import DEFAULT_TARGET, find
+
+        entry = find(target.target or DEFAULT_TARGET)
+        if entry is None:
+            return
+        for each in (entry.drafter(),) if self.drafter is None else entry.drafters:
+            if self.drafter in (None, each.variant):
+                each.check_public(entry.name)
 
     def load(self, target: "HFTarget") -> "Drafter":
         from peagle.drafter.checkpoint import load_drafter

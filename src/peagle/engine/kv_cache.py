@@ -7,7 +7,7 @@ import torch
 
 from peagle.engine.config import EngineConfig
 from peagle.errors import CapacityError
-from peagle.targets.load import memory_bytes
+from peagle.targets.capacity import memory_bytes
 from peagle.targets.paged import LayerShape, Memory, new_memory
 
 log = logging.getLogger(__name__)

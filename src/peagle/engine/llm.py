@@ -45,9 +45,10 @@ class LLM:
     ) -> None:
         """Load what is not loaded yet and start the engine.
 
-        `drafter` "auto" takes the one that ships for the target, if there is one; None decodes plainly. Without
-        `num_draft_tokens`, a few steps are timed on a CPU and the number that is expected to be the fastest is taken,
-        which may be 0; see `engine.num_draft_tokens`. `settings` are those of `EngineConfig`.
+        `drafter` "auto" takes the one that ships for the target or that the catalog names for it and for texts of
+        `max_length`, if there is one; None decodes plainly. Without `num_draft_tokens`, a few steps are timed on a CPU
+        and the number that is expected to be the fastest is taken, which may be 0; see `engine.num_draft_tokens`.
+        `settings` are those of `EngineConfig`.
         """
         known = EngineConfig.__dataclass_fields__
         for name in settings:
@@ -61,7 +62,7 @@ class LLM:
                 raise ConfigError("num_draft_tokens is 0, but a drafter is given", hint="leave one of them out")
             drafter = None
         if drafter == "auto":
-            drafter = None if target.shipped_drafter is None else target.shipped_drafter
+            drafter = target.drafter_for(config.max_length)
             if drafter is None and num_draft_tokens is not None:
                 raise ConfigError(f"no drafter ships for {target.name!r}", hint="give one, or train one: peagle train")
         if drafter is not None and not isinstance(drafter, Drafter):

@@ -282,7 +282,9 @@ class Runner:
 
     def _prepare_linears(self, num_draft_tokens: int | None) -> None:
         """On a CPU: give the linear layers the form that serves a step's few rows best."""
-        most_drafts = USUAL_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+        most_drafts = num_draft_tokens
+        if most_drafts is None:
+            most_drafts = USUAL_NUM_DRAFT_TOKENS if self.drafter is None else self.drafter.config.usual_num_draft_tokens
         num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
         if self.config.quantize is not None:
             self._restore.append(quantize_target(self.target, num_rows))

