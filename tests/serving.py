@@ -28,7 +28,7 @@ class Running:
 
     url: str
     server: Server
-    lifecycle: Lifecycle
+    lifecycle: Lifecycle[Service]
     thread: threading.Thread
     http: httpx.Client = field(init=False)
     _clients: dict[str, openai.OpenAI] = field(init=False, default_factory=dict, repr=False)
@@ -91,7 +91,7 @@ def running(
 ) -> Iterator[Running]:
     own = ServerSettings(port=0, **settings)
     listener = bind(own)
-    lifecycle = Lifecycle(own, load)
+    lifecycle = Lifecycle(own, load, lambda llm: Service(llm, own))
     server = Server(create_app(own, ApiKeys(keys), lifecycle), lifecycle)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

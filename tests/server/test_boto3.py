@@ -1,91 +1,30 @@
-"""boto3's SageMaker runtime against a stand-in for AWS's router that forwards to a real server, streams included.
+"""boto3's SageMaker runtime against a stand-in for AWS's router that forwards to a real server, streams included."""
 
-boto3 wants an older dateutil than the one the other tests ran with, so it is not among the packages of `make setup`;
-these tests run where it is installed.
-"""
-
-import binascii
 import json
-import struct
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
+import boto3
 import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
 
-boto3 = pytest.importorskip("boto3")
-Config = pytest.importorskip("botocore.config").Config
-ClientError = pytest.importorskip("botocore.exceptions").ClientError
+from sagemaker_runtime import routing
 
 MESSAGES = [{"role": "user", "content": "the user asks"}]
-PIECE = 7
-"""Bytes of a payload part: the router cuts a stream anywhere, so clients must put lines together again."""
-
-
-def frame(headers, payload):
-    """One message of AWS's event stream encoding."""
-    encoded = b"".join(
-        struct.pack("!B", len(name)) + name.encode() + b"\x07" + struct.pack("!H", len(value)) + value.encode()
-        for name, value in headers.items()
-    )
-    prelude = struct.pack("!II", len(encoded) + len(payload) + 16, len(encoded))
-    message = prelude + struct.pack("!I", binascii.crc32(prelude)) + encoded + payload
-    return message + struct.pack("!I", binascii.crc32(message))
-
-
-class Router(BaseHTTPRequestHandler):
-    """What SageMaker does between its public address and the container."""
-
-    container = ""
-
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        headers = {"Content-Type": self.headers["Content-Type"]}
-        attributes = "X-Amzn-SageMaker-Custom-Attributes"
-        if self.headers.get(attributes):
-            headers[attributes] = self.headers[attributes]
-        answer = httpx.post(f"{self.container}/invocations", content=body, headers=headers, timeout=60)
-        if answer.status_code != 200:
-            error = {"Message": answer.text, "OriginalStatusCode": answer.status_code, "OriginalMessage": answer.text}
-            content = json.dumps(error).encode()
-            self.send_response(424)
-            self.send_header("x-amzn-ErrorType", "ModelError")
-        elif self.path.endswith("/invocations-response-stream"):
-            pieces = [answer.content[at : at + PIECE] for at in range(0, len(answer.content), PIECE)]
-            kind = {":event-type": "PayloadPart", ":message-type": "event"}
-            content = b"".join(frame(kind, piece) for piece in pieces)
-            self.send_response(200)
-            self.send_header("X-Amzn-SageMaker-Content-Type", answer.headers["content-type"])
-        else:
-            content = answer.content
-            self.send_response(200)
-            self.send_header("Content-Type", answer.headers["content-type"])
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
 
 @pytest.fixture(scope="module")
 def runtime(served):
-    router = ThreadingHTTPServer(("127.0.0.1", 0), type("OurRouter", (Router,), {"container": served.url}))
-    thread = threading.Thread(target=router.serve_forever, daemon=True)
-    thread.start()
-    client = boto3.client(
-        "sagemaker-runtime",
-        endpoint_url=f"http://127.0.0.1:{router.server_port}",
-        region_name="us-east-1",
-        aws_access_key_id="none",
-        aws_secret_access_key="none",
-        config=Config(retries={"max_attempts": 1}),
-    )
-    yield client
-    client.close()
-    router.shutdown()
-    router.server_close()
-    thread.join()
+    with routing(lambda endpoint: served.url) as url:
+        client = boto3.client(
+            "sagemaker-runtime",
+            endpoint_url=url,
+            region_name="us-east-1",
+            aws_access_key_id="none",
+            aws_secret_access_key="none",
+            config=Config(retries={"max_attempts": 1}),
+        )
+        yield client
+        client.close()
 
 
 def invoke(runtime, body, **options):

@@ -2,25 +2,38 @@
 
 It listens while the target is loaded and answers 503 until it is ready. SIGTERM (or Ctrl-C) lets accepted requests
 finish; a second one ends at once. In a SageMaker container, settings are also taken from SM_VLLM_* and /opt/ml.
+With --engine vllm the same endpoint stands before vLLM, for several GPUs and nodes; vLLM's own options follow after --.
 """
 
+import importlib
 import logging
 import os
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.cli.vllm_arguments import (
+    ParallelArguments,
+    ParallelOptions,
+    VllmArguments,
+    VllmOptions,
+    given_options,
+    split_words,
+)
 from peagle.engine.config import EngineConfig
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.server.sagemaker import Conventions, read_conventions
 from peagle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    import socket
+
     from peagle.engine.llm import LLM
+    from peagle.server.auth import ApiKeys
 
 log = logging.getLogger(__name__)
 
@@ -35,42 +48,76 @@ first one that asks for a penalty or a schema wait for the steps that need it to
 class Arguments:
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target to serve; the same as --target"""
+    engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
+    """native: our own, for one GPU or a CPU; vllm: vLLM, for as many GPUs and nodes as you have"""
     num_draft_tokens: int | None = None
     """draft tokens a step; 0 decodes plainly, without it what the drafter's makers or a measurement advise"""
     server: Annotated[ServerSettings, tyro.conf.OmitArgPrefixes] = field(default_factory=ServerSettings)
     engine: Annotated[EngineConfig, tyro.conf.OmitArgPrefixes] = DEFAULT_ENGINE
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    vllm: VllmOptions = field(default_factory=VllmArguments)
+    parallel: ParallelOptions = field(default_factory=ParallelArguments)
 
 
 def main(argv: list[str]) -> int:
+    argv, words = split_words(argv)
     arguments = parse(Arguments, "serve", argv)
     if arguments.name is not None and arguments.target.target is not None:
         raise ConfigError(
             f"two targets are given: {arguments.name} and, with --target, {arguments.target.target}",
             hint="give one of them",
         )
-    conventions = read_conventions(os.environ)
+    is_vllm = arguments.engine_name == "vllm"
+    foreign = [*given_options(arguments.vllm), *given_options(arguments.parallel), *words[:1]]
+    if foreign and not is_vllm:
+        raise ConfigError(f"{foreign[0]} is for vLLM, but this is the native engine", hint="add --engine vllm")
+    conventions = read_conventions(os.environ, for_vllm=is_vllm)
     arguments = with_conventions(arguments, conventions)
     try:
-        from peagle.server.app import create_app
         from peagle.server.auth import read_keys
-        from peagle.server.lifecycle import Lifecycle, bind, serve
+
+        importlib.import_module(f"peagle.server.{'proxy' if is_vllm else 'app'}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("peagle"):
             raise
         raise MissingExtraError(error.name, "serve", "the server") from error
+    more = [*conventions.api_keys, os.environ.get("VLLM_API_KEY", "") if is_vllm else ""]
+    keys = read_keys(arguments.server.api_key_file, os.environ, more)
+    if not is_vllm:
+        return serve_native(arguments, keys)
+
+    from peagle.cli.serve_vllm import serve_vllm
+
+    return serve_vllm(arguments, keys, [*conventions.unmatched_words, *words])
+
+
+def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
+    from peagle.server.app import create_app
+    from peagle.server.lifecycle import Lifecycle, serve
+    from peagle.server.service import Service
 
     settings = arguments.server
-    keys = read_keys(settings.api_key_file, os.environ, conventions.api_keys)
+    if arguments.num_draft_tokens != 0:
+        arguments.drafter.check(arguments.target)
+    listener = listen(settings, keys)
+    lifecycle: Lifecycle[Service] = Lifecycle(
+        settings, lambda: load(arguments), lambda llm: Service(llm, settings, drafter_name(arguments))
+    )
+    return serve(create_app(settings, keys, lifecycle), lifecycle, listener)
+
+
+def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
+    """Take the port, and say where and for whom."""
+    from peagle.server.lifecycle import bind
+
     listener = bind(settings)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.info("listening on http://%s:%d%s", shown, port, ", with API keys" if keys else "")
     if not keys and host not in ("127.0.0.1", "::1"):
         log.info("anybody who reaches this address may use it: there are no API keys (--api-key-file)")
-    lifecycle = Lifecycle(settings, lambda: load(arguments), drafter_name(arguments))
-    return serve(create_app(settings, keys, lifecycle), lifecycle, listener)
+    return listener
 
 
 def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:

@@ -52,7 +52,7 @@ STATIC_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css",
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle) -> FastAPI:
+def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Service]) -> FastAPI:
     """The application over whatever service the lifecycle has, or will have."""
     app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
     routes = Routes(settings, lifecycle)
@@ -71,8 +71,14 @@ def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle) ->
     app.add_api_route("/invocations", routes.invocations, methods=["POST"], summary="SageMaker's inference route")
     app.add_api_route("/", routes.page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/static/{name}", routes.static, methods=["GET"], include_in_schema=False)
-    app.add_exception_handler(HTTPException, _on_http_exception)
     add_bodies(app, BODIES)
+    add_gate(app, settings, keys, lifecycle)
+    return app
+
+
+def add_gate(app: FastAPI, settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Any]) -> None:
+    """Put around an application's routes what is the same whoever answers behind them."""
+    app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(Gate, keys=keys, lifecycle=lifecycle, settings=settings)
     if settings.cors_origins:
         app.add_middleware(
@@ -82,7 +88,6 @@ def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle) ->
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    return app
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -95,7 +100,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 class Routes:
     """One method for each route."""
 
-    def __init__(self, settings: ServerSettings, lifecycle: Lifecycle) -> None:
+    def __init__(self, settings: ServerSettings, lifecycle: Lifecycle[Service]) -> None:
         self._settings, self._lifecycle = settings, lifecycle
 
     async def health(self) -> Response:
@@ -222,7 +227,7 @@ async def read_json(request: Request, settings: ServerSettings) -> Any:
 class Gate:
     """Around every request: its id, the API key, readiness, the count in flight, errors, and one line of log."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, lifecycle: Lifecycle, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, lifecycle: Lifecycle[Any], settings: ServerSettings) -> None:
         self._app, self._keys, self._lifecycle = app, keys, lifecycle
         self._line = RequestLine(settings)
 
@@ -234,6 +239,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         started, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -299,14 +305,15 @@ class RequestLine:
                 "acceptance_length": job.speculative_decoding()["mean_acceptance_length"] if job.num_steps else None,
                 **job.timings(),
             }
+        entry |= state.get("account", {})
         if self._is_json:
             request_log.info("%s", json.dumps(entry))
             return
         words = [f"{entry['method']} {entry['path']} {status} in {seconds:.3f} s"]
-        if job is not None:
+        if entry.get("completion_tokens") is not None:
             words.append(f"{entry['prompt_tokens']} + {entry['completion_tokens']} tokens")
-            if entry["tokens_per_second"] is not None:
+            if entry.get("tokens_per_second") is not None:
                 words.append(f"{entry['tokens_per_second']} tokens/s")
-            if entry["acceptance_length"] is not None:
+            if entry.get("acceptance_length") is not None:
                 words.append(f"acceptance length {entry['acceptance_length']:.2f}")
         request_log.info("%s [%s]", ", ".join(words), request_id)

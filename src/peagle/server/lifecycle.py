@@ -18,19 +18,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import uvicorn
 
 from peagle.errors import ConfigError
 from peagle.server.errors import HttpError, unavailable
-from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from collections.abc import Sequence
 
-    from peagle.engine.llm import LLM
+    from prometheus_client import Counter
+    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +43,65 @@ KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
 
 
-class Lifecycle:
-    """What state the server is in. It belongs to the event loop; `begin_drain` may be called from signal handlers."""
+class Books(Protocol):
+    """What the gate counts of every request."""
 
-    def __init__(self, settings: ServerSettings, load: "Callable[[], LLM]", drafter_name: str | None = None) -> None:
+    @property
+    def http(self) -> "Counter": ...
+
+    @property
+    def gone(self) -> "Counter": ...
+
+
+class Backend(Protocol):
+    """What answers: our own engine in this process, or another server behind this one."""
+
+    @property
+    def names(self) -> "Sequence[str]": ...
+
+    @property
+    def metrics(self) -> Books: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def describe(self) -> str: ...
+
+    async def warm_up(self) -> None: ...
+
+    async def abort_all(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Backend)
+L = TypeVar("L")
+
+
+class Lifecycle(Generic[S]):
+    """What state the server is in. It belongs to the event loop; `begin_drain` may be called from signal handlers.
+
+    `load` runs in a thread of its own and `make` turns what it returns into the service, in the event loop. `cancel`
+    is called if the server ends while `load` still runs.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        load: Callable[[], L],
+        make: Callable[[L], S],
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         self.settings = settings
-        self.service: Service | None = None
+        self.service: S | None = None
         self.failure: BaseException | None = None
         self.num_in_flight = 0
         self.is_draining = False
         self.on_end: Callable[[], None] = lambda: None
         """called in the event loop when there is nothing left to wait for"""
-        self._load, self._drafter_name = load, drafter_name
+        self._load: Callable[[], Any] = load
+        self._make: Callable[[Any], S] = make
+        self._cancel = cancel
         self._loader: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -72,7 +119,7 @@ class Lifecycle:
     def is_loading(self) -> bool:
         return self._loader is not None and self._loader.is_alive()
 
-    def ready_service(self) -> Service:
+    def ready_service(self) -> S:
         """The service, or a 503 that says why there is none."""
         if self.state == "ready" and self.service is not None:
             return self.service
@@ -101,38 +148,43 @@ class Lifecycle:
                 task.cancel()
             if self.service is not None:
                 await self.service.close()
+            elif self.is_loading:
+                await asyncio.to_thread(self._cancel)
 
     def begin_drain(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[LLM] = loop.create_future()
+        loaded: asyncio.Future[Any] = loop.create_future()
 
-        def settle(llm: "LLM | None", error: BaseException | None) -> None:
+        def settle(result: Any, error: BaseException | None) -> None:
             if loaded.cancelled():
                 return
-            if llm is not None:
-                loaded.set_result(llm)
+            if error is None:
+                loaded.set_result(result)
             else:
-                loaded.set_exception(error or RuntimeError("nothing was loaded"))
+                loaded.set_exception(error)
 
         def run() -> None:
-            llm, failure = None, None
+            result, failure = None, None
             try:
-                llm = self._load()
+                result = self._load()
             except BaseException as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
-                loop.call_soon_threadsafe(settle, llm, failure)
+                loop.call_soon_threadsafe(settle, result, failure)
 
         self._loader = threading.Thread(target=run, name="peagle-loader", daemon=True)
         self._loader.start()
+        service: S | None = None
         try:
-            service = Service(await loaded, self.settings, self._drafter_name)
+            service = self._make(await loaded)
             await service.warm_up()
         except Exception as error:
             self.failure = error
+            if service is not None:
+                await service.close()
             self.on_end()
             return
         self.service = service
@@ -164,7 +216,7 @@ class Lifecycle:
 class Server(uvicorn.Server):
     """uvicorn, ended by the drain of a lifecycle instead of at once."""
 
-    def __init__(self, app: "Starlette", lifecycle: Lifecycle) -> None:
+    def __init__(self, app: "Starlette", lifecycle: Lifecycle[Any]) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -221,7 +273,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def serve(app: "Starlette", lifecycle: Lifecycle, listener: socket.socket) -> int:
+def serve(app: "Starlette", lifecycle: Lifecycle[Any], listener: socket.socket) -> int:
     """Serve until a signal ends it, and return the process's exit status."""
     server = Server(app, lifecycle)
     server.run(sockets=[listener])

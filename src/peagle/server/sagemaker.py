@@ -49,10 +49,12 @@ class Conventions:
     """fields of EngineConfig"""
     unmatched: tuple[str, ...] = ()
     """options of vLLM that have no counterpart here"""
+    unmatched_words: tuple[str, ...] = ()
+    """the same as words of vLLM's command line, for vLLM itself"""
 
 
-def read_conventions(environment: Mapping[str, str]) -> Conventions:
-    """Translate the environment; what has no counterpart is told in one warning."""
+def read_conventions(environment: Mapping[str, str], *, for_vllm: bool = False) -> Conventions:
+    """Translate the environment; what has no counterpart is told in one warning, unless vLLM itself will get it."""
     root = Path(environment.get(ROOT_VARIABLE, "/opt/ml"))
     model_directory = Path(environment.get(MODEL_VARIABLE, str(root / "model")))
     has_model = model_directory.is_dir() and any(model_directory.iterdir())
@@ -62,7 +64,7 @@ def read_conventions(environment: Mapping[str, str]) -> Conventions:
     options = _options(vllm_arguments(environment, model_directory if has_model else None))
     reader = _Reader(options, root / "additional-model-data-sources")
     conventions = reader.read()
-    if conventions.unmatched:
+    if conventions.unmatched and not for_vllm:
         log.warning("settings of vLLM without a counterpart here, not used: %s", ", ".join(conventions.unmatched))
     return conventions
 
@@ -149,6 +151,7 @@ class _Reader:
     def __init__(self, options: dict[str, list[str]], sources: Path) -> None:
         self._options, self._sources = dict(options), sources
         self._unmatched: list[str] = []
+        self._speculation_rest: dict[str, Any] = {}
 
     def read(self) -> Conventions:
         target = self._text("model")
@@ -179,9 +182,20 @@ class _Reader:
             if self._options.get(name) == ["1"]:
                 del self._options[name]
         unmatched = [f"--{name}" for name in self._options] + self._unmatched
-        dtype = DTYPES.get(dtype, dtype) if dtype else None
+        words = [word for name, values in self._options.items() for word in (f"--{name}", *values)]
+        if self._speculation_rest:
+            words += ["--speculative-config", json.dumps(self._speculation_rest)]
         return Conventions(
-            True, target, drafter, num_draft_tokens, dtype, keys, server, engine, tuple(sorted(unmatched))
+            is_container=True,
+            target=target,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens,
+            dtype=DTYPES.get(dtype, dtype) if dtype else None,
+            api_keys=keys,
+            server=server,
+            engine=engine,
+            unmatched=tuple(sorted(unmatched)),
+            unmatched_words=tuple(words),
         )
 
     @staticmethod
@@ -264,6 +278,7 @@ class _Reader:
         if config.get("draft_tensor_parallel_size") == 1:
             del config["draft_tensor_parallel_size"]
         self._unmatched += [f"--speculative-config {key}" for key in config]
+        self._speculation_rest = config
         return drafter, num_draft_tokens if depth is None else depth
 
 

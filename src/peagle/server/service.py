@@ -61,7 +61,7 @@ class Service:
         self.created = int(time.time())
         drafter = engine.drafter
         self.method = None if drafter is None else drafter.config.method
-        shipped = target.shipped_drafter.name if target.shipped_drafter is not None else None
+        shipped = target.shipped_drafter_name
         self.drafter_name = None if drafter is None else drafter_name or shipped or drafter.config.method
         baseline = baseline_of(_card_acceptance(llm), self.num_draft_tokens)
         self.metrics = ServerMetrics(self.names[0], self.num_draft_tokens, baseline)

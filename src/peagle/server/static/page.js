@@ -247,7 +247,7 @@ async function race(question) {
     show(`speed-${name}`, null);
     element(`answer-${name}`).parentElement.classList.remove("winner");
   }
-  element("verdict").textContent = "Racing.";
+  tell("Racing.", false);
   const stop = new AbortController();
   busy(stop);
   try {
@@ -260,12 +260,20 @@ async function race(question) {
         if (lane.drafts) showFigures(soFar);
       });
     }
-    element("verdict").textContent = verdict(...lanes.map((lane) => lane.result));
+    tell(verdict(...lanes.map((lane) => lane.result)), true);
   } catch (error) {
-    element("verdict").textContent = error.name === "AbortError" ? "Stopped." : "The race could not be finished.";
+    tell(error.name === "AbortError" ? "Stopped." : "The race could not be finished.", false);
     complain(error);
   }
   busy(null);
+}
+
+function tell(words, isVerdict) {
+  const place = element("verdict");
+  place.textContent = words;
+  place.classList.toggle("told", isVerdict);
+  // On a phone the lanes are longer than the screen, and the reader is below them when the race is over.
+  if (isVerdict) place.scrollIntoView({ block: "nearest" });
 }
 
 function verdict(plain, drafts) {

@@ -1,0 +1,149 @@
+"""vLLM's own options, taken into a launch: what is checked becomes a setting of ours, the rest is handed on."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from peagle.deploy.vllm import IS_FLAG, Launch
+from peagle.errors import ConfigError
+
+REFUSED_FLAGS = {
+    "--model": "give the target as peagle's own argument",
+    "--served-model-name": "use peagle's --served-model-name",
+    "--host": "vLLM answers on a private socket; use peagle's --host",
+    "--port": "vLLM answers on a private socket; use peagle's --port",
+    "--uds": "vLLM answers on a private socket of peagle's",
+    "--api-key": "use peagle's --api-key-file or PEAGLE_API_KEYS: an argument can be read by everybody on the machine",
+    "--hf-token": "set HF_TOKEN in the environment: an argument can be read by everybody on the machine",
+    "--root-path": "it would move the routes that peagle forwards to",
+    "--config": "options in a file would not be checked; write them here",
+    "--headless": "peagle forwards to a server; start headless ranks with vLLM itself",
+    "--grpc": "peagle forwards HTTP",
+    "--ssl-keyfile": "vLLM answers on a private socket; end TLS in front of peagle",
+    "--ssl-certfile": "vLLM answers on a private socket; end TLS in front of peagle",
+}
+REFUSED_SPECULATION = {
+    "method": "the drafter's own files say what it is",
+    "model": "use peagle's --drafter",
+    "num_speculative_tokens": "use peagle's --num-draft-tokens",
+    "parallel_drafting": "the drafter's own files say what it is",
+    "parallel_drafting_spec": "vLLM does not know it; use peagle's --num-draft-tokens",
+    "speculative_token_tree": "P-EAGLE drafts one chain of tokens, and vLLM has no trees any more",
+    "num_speculative_tokens_per_batch_size": "with parallel drafting vLLM keeps the rows of the largest number, "
+    "so that fewer draft tokens would be drafted wrongly",
+    "disable_padded_drafter_batch": "parallel drafting needs the padded batch",
+}
+ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-sc": "--speculative-config",
+}
+
+
+def whole(text: str, flag: str) -> int:
+    """
+    >>> whole("8k", "--max-model-len"), whole("8K", "--max-model-len")
+    (8000, 8192)
+    """
+    match = re.fullmatch(r"(\d+)([kmKM]?)", text)
+    if match is None:
+        raise ConfigError(f"{flag} must be a whole number, got {text!r}")
+    return int(match[1]) * {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[match[2]]
+
+
+def fraction(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} must be a number, got {text!r}") from None
+
+
+FOLDED: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "--tensor-parallel-size": ("tensor_parallel_size", whole),
+    "--pipeline-parallel-size": ("pipeline_parallel_size", whole),
+    "--data-parallel-size": ("data_parallel_size", whole),
+    "--max-num-seqs": ("max_batch", whole),
+    "--max-model-len": ("max_length", whole),
+    "--max-num-batched-tokens": ("token_budget", whole),
+    "--block-size": ("page_size", whole),
+    "--num-gpu-blocks-override": ("num_pages", whole),
+    "--gpu-memory-utilization": ("memory_share", fraction),
+    "--dtype": ("dtype", lambda text, flag: text),
+}
+"""Flags of vLLM that our settings have a field for: what the checks look at."""
+SWITCHES = {
+    "--enforce-eager": ("is_eager", True),
+    "--no-enforce-eager": ("is_eager", False),
+    "--enable-prefix-caching": ("reuse_prefixes", True),
+    "--no-enable-prefix-caching": ("reuse_prefixes", False),
+}
+
+
+def with_flags(launch: Launch, words: list[str]) -> Launch:
+    """`launch` with vLLM's own options taken in: what we check becomes a setting, the rest is handed on as it is."""
+    default, extra, speculation = Launch(launch.target, launch.names), dict(launch.extra), dict(launch.speculation)
+    changes: dict[str, Any] = {}
+    for flag, values in read_flags(words).items():
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(f"{flag} cannot be given to vLLM here", hint=REFUSED_FLAGS[flag])
+        if flag == "--speculative-config":
+            speculation |= read_speculation(_one(flag, values))
+        elif flag.startswith("--speculative-config."):
+            raise ConfigError(f"{flag} cannot be checked", hint="write --speculative-config as one JSON object")
+        elif flag in SWITCHES:
+            name, value = SWITCHES[flag]
+            changes[name] = value
+        elif flag in FOLDED:
+            name, read = FOLDED[flag]
+            value, ours = read(_one(flag, values), flag), getattr(launch, name)
+            if ours != getattr(default, name) and ours != value:
+                raise ConfigError(
+                    f"{flag} is {value}, but {name} is {ours}", hint="they mean the same; give one of them"
+                )
+            changes[name] = value
+        else:
+            extra[flag] = values
+    return replace(launch, **changes, extra=extra, speculation=speculation)
+
+
+def read_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
+    """vLLM's options by their long names with dashes; a flag that comes twice keeps its last values, as in vLLM.
+
+    >>> read_flags(["--max_num_seqs=8", "-tp", "2", "--enforce-eager"])
+    {'--max-num-seqs': ('8',), '--tensor-parallel-size': ('2',), '--enforce-eager': ()}
+    """
+    flags: dict[str, tuple[str, ...]] = {}
+    flag = None
+    for word in words:
+        if IS_FLAG(word):
+            name, equals, value = word.partition("=")
+            dashed, dot, key = ALIASES.get(name, name).partition(".")
+            flag = dashed.replace("_", "-") + dot + key
+            flags[flag] = (value,) if equals else ()
+        elif flag is None:
+            raise ConfigError(f"{word!r} is not an option of vLLM", hint="write --OPTION VALUE ... after --")
+        else:
+            flags[flag] += (word,)
+    return flags
+
+
+def read_speculation(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object, got {text!r}")
+    for key, why in REFUSED_SPECULATION.items():
+        if key in config and config[key] not in (None, False):
+            raise ConfigError(f"--speculative-config: {key} cannot be set here", hint=why)
+    return {key: value for key, value in config.items() if key not in REFUSED_SPECULATION}
+
+
+def _one(flag: str, values: tuple[str, ...]) -> str:
+    if len(values) != 1:
+        raise ConfigError(f"{flag} takes one value, got {len(values)}")
+    return values[0]

@@ -1,0 +1,191 @@
+"""What is decided before anything is created: names, variables, images, calls; and streams put together again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.deploy.sagemaker.checks import check_instance, trusts_sagemaker
+from peagle.deploy.sagemaker.container import variables, vllm_release
+from peagle.deploy.sagemaker.files import read_directory
+from peagle.deploy.sagemaker.images import num_gpus, read_image, vllm_image
+from peagle.deploy.sagemaker.invoke import Events
+from peagle.deploy.sagemaker.plan import Deployment, Rolling, check_environment, plan_deploy, plan_update
+from peagle.deploy.sagemaker.scaling import Scaling
+from peagle.deploy.vllm import DrafterFacts, Installed, Launch, command
+from peagle.errors import ConfigError
+from peagle.server.sagemaker import read_conventions, vllm_arguments
+from sagemaker_runtime import IMAGE, REGION, ROLE
+
+DRAFTER = DrafterFacts("amazon/GPT-OSS-20B-P-EAGLE", parallel=True, trained_draft_tokens=10)
+LAUNCH = Launch("openai/gpt-oss-20b", ("chat", "gpt-oss-20b"), DRAFTER, 7, tensor_parallel_size=2)
+VLLM = Installed("0.26.0")
+
+
+def deployment(**changes: object) -> Deployment:
+    made = Deployment("chat", REGION, ROLE, None, f"{IMAGE}:1", "ml.g5.xlarge", {"SM_VLLM_MODEL": "org/name"})
+    return replace(made, **changes)
+
+
+def test_variables_mean_the_command_line_that_vllm_would_be_started_with():
+    """Read back by the published rules for AWS's container."""
+    environment = variables(LAUNCH, "vllm", VLLM, {}, is_uploaded=False)
+    words = vllm_arguments(environment, None)
+    _, _, target, *flags = command(LAUNCH, VLLM).words
+    expected = ["--port", "8080", "--model", target]
+    assert words[:4] == expected
+    assert sorted(words[4:]) == sorted(flags)
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0", "parallel drafting needs the first model runner"
+
+
+def test_own_server_takes_the_same_variables():
+    environment = variables(LAUNCH, "native", VLLM, {"SM_VLLM_MAX_NUM_SEQS": "16"}, is_uploaded=False)
+    read = read_conventions(environment)
+    assert read.target == "openai/gpt-oss-20b" and read.drafter == DRAFTER.model and read.num_draft_tokens == 7
+    assert read.server["served_model_name"] == ("chat", "gpt-oss-20b") and read.engine == {"max_batch": 16}
+    assert read.unmatched == ()
+
+
+def test_options_of_vllm_are_taken_in_and_what_depends_on_them_fits():
+    asked = {"SM_VLLM_MAX_NUM_SEQS": "64", "SM_VLLM_ENFORCE_EAGER": "true", "SM_VLLM_QUANTIZATION": "fp8", "TZ": "UTC"}
+    found = variables(LAUNCH, "vllm", VLLM, asked, is_uploaded=True)
+    assert "SM_VLLM_MODEL" not in found, "the files are at /opt/ml/model"
+    assert found["SM_VLLM_MAX_NUM_BATCHED_TOKENS"] == str(8192 + 6 * 64), "placeholders of 64 requests, not of 256"
+    assert found["SM_VLLM_QUANTIZATION"] == "fp8" and found["SM_VLLM_ENFORCE_EAGER"] == "true" and found["TZ"] == "UTC"
+    with pytest.raises(ConfigError, match="--model cannot be given to vLLM here"):
+        variables(LAUNCH, "vllm", VLLM, {"SM_VLLM_MODEL": "other"}, is_uploaded=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "SM_VLLM_API_KEY", "PEAGLE_API_KEYS", "X_PASSWORD"],
+)
+def test_credentials_are_refused_as_variables(name):
+    with pytest.raises(ConfigError, match=f"the variable {name} looks like a credential") as caught:
+        check_environment({name: "x"})
+    assert "--upload-target" in str(caught.value)
+
+
+def test_credentials_are_known_by_their_look_too_and_options_about_tokens_are_not_refused():
+    for value in ("hf_" + "a" * 34, "AKIA" + "A" * 16):
+        with pytest.raises(ConfigError, match="looks like a credential") as caught:
+            check_environment({"OTHER": value})
+        assert value not in str(caught.value)
+    check_environment(
+        {"SM_VLLM_MAX_NUM_BATCHED_TOKENS": "1", "SM_VLLM_TOKENIZER": "x", "SM_VLLM_TOKENIZER_MODE": "auto"}
+    )
+
+
+def test_limits_of_sagemaker_are_checked_before_it_does():
+    check_environment({"A": "x" * 1024})
+    with pytest.raises(ConfigError, match="the value of the variable A has 1025 characters, SageMaker allows 1024"):
+        check_environment({"A": "x" * 1025})
+    with pytest.raises(ConfigError, match="101 environment variables, SageMaker allows 100"):
+        check_environment({f"A{i}": "" for i in range(101)})
+    for name in ("openai/gpt-oss", "-a", "a_b", "a" * 55, ""):
+        with pytest.raises(ConfigError, match="cannot be an endpoint's name"):
+            deployment(name=name)
+    with pytest.raises(ConfigError, match="is not the ARN of a role"):
+        deployment(role="MyRole")
+    with pytest.raises(ConfigError, match="between 60 and 3600, got 30"):
+        deployment(startup_seconds=30)
+    with pytest.raises(ConfigError, match="belong together"):
+        deployment(subnets=("subnet-1",))
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
+        Scaling(0, 2)
+    with pytest.raises(ConfigError, match="--max-instances is 1, below --min-instances 2"):
+        Scaling(2, 1)
+
+
+def test_names_follow_from_contents(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    one = deployment(drafter=read_directory("drafter", tmp_path))
+    assert deployment(drafter=read_directory("drafter", tmp_path)).config_name == one.config_name
+    (tmp_path / "config.json").write_text("[]")
+    other = deployment(drafter=read_directory("drafter", tmp_path))
+    assert other.model_name != one.model_name and other.config_name != one.config_name
+    assert deployment(num_instances=2).model_name == deployment().model_name, "the number is the configuration's"
+    assert deployment(num_instances=2).config_name != deployment().config_name
+    assert deployment(tags={"team": "a"}).config_name == deployment().config_name, "tags say nothing about what runs"
+    assert len(deployment(name="a" * 54).config_name) == 63
+
+
+def test_directories_without_a_config_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_directory("target", tmp_path)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        read_directory("target", tmp_path / "none")
+
+
+def test_rolling_keeps_to_sagemakers_rules():
+    assert "BlueGreenUpdatePolicy" in Rolling().as_config(1), "one instance cannot be rolled"
+    policy = Rolling(2, alarms=("slow",)).as_config(4)
+    assert policy["RollingUpdatePolicy"]["MaximumBatchSize"] == {"Type": "INSTANCE_COUNT", "Value": 2}
+    assert policy["AutoRollbackConfiguration"] == {"Alarms": [{"AlarmName": "slow"}]}
+    with pytest.raises(ConfigError, match="at most half of the 3 instances, got 2"):
+        Rolling(2).as_config(3)
+    with pytest.raises(ConfigError, match="between 5 and 50 percent, got 60"):
+        Rolling(60, "percent")
+    update = plan_update(deployment(scaling=Scaling(1, 2)), Rolling(), 1)
+    (change,) = [call for call in update if call.operation == "update_endpoint"]
+    assert change.parameters["RetainAllVariantProperties"], "the number that scaling has chosen stays"
+
+
+def test_images_and_instances():
+    assert vllm_image("us-west-2").startswith("763104351884.dkr.ecr.us-west-2.amazonaws.com/vllm:")
+    assert vllm_image("cn-north-1").startswith("727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/vllm:")
+    assert read_image(vllm_image("eu-south-1"), "eu-south-1").registry == "692866216735"
+    with pytest.raises(ConfigError, match="--image lies in us-west-2, the endpoint in us-east-1"):
+        read_image(vllm_image("us-west-2"), "us-east-1")
+    with pytest.raises(ConfigError, match="from Amazon ECR alone"):
+        read_image("docker.io/me/peagle:1", REGION)
+    with pytest.raises(ConfigError, match="neither a tag nor a digest"):
+        read_image(IMAGE, REGION)
+    counts = {"ml.g6e.2xlarge": 1, "ml.g5.12xlarge": 4, "ml.p5.48xlarge": 8, "ml.g7e.12xlarge": 2, "ml.m5.xlarge": 0}
+    assert {instance: num_gpus(instance) for instance in counts} == counts
+    assert num_gpus("ml.g7.48xlarge") is None
+    with pytest.raises(ConfigError, match="AWS's own accelerators"):
+        num_gpus("ml.inf2.xlarge")
+    with pytest.raises(ConfigError, match="which vLLM that is cannot be told"):
+        vllm_release("latest")
+    with pytest.raises(ConfigError, match="no endpoints on it") as caught:
+        check_instance("g6e.2xlarge", ["ml.g6e.2xlarge"])
+    assert "--instance ml.g6e.2xlarge" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_trusted"),
+    [
+        ({"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}, True),
+        ({"Effect": "Allow", "Principal": {"Service": ["a", "sagemaker.amazonaws.com"]}, "Action": ["sts:*"]}, True),
+        ({"Effect": "Deny", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}, False),
+        ({"Effect": "Allow", "Principal": {"AWS": "arn:aws:iam::1:root"}, "Action": "sts:AssumeRole"}, False),
+        ({"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:TagSession"}, False),
+    ],
+)
+def test_trust_policies_are_read(statement, is_trusted):
+    assert trusts_sagemaker({"Statement": statement}) == is_trusted
+    assert trusts_sagemaker({"Statement": [statement]}) == is_trusted
+
+
+def test_plan_is_plain_json():
+    for call in plan_deploy(deployment(scaling=Scaling(1, 3), subnets=("s",), security_groups=("g",), metrics=True)):
+        assert json.loads(json.dumps(call.as_json())) == call.as_json()
+
+
+TEXTS = st.lists(st.text(alphabet="aé\U0001f600\u2028:{} \t", min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.sampled_from(["\n", "\r\n"]), st.lists(st.integers(1, 9), min_size=1))
+def test_events_are_the_same_wherever_the_stream_is_cut(texts, end, cuts):
+    whole = "".join(f": comment{end}{end}data: {text}{end}{end}" for text in texts).encode()
+    events, found, at, turn = Events(), [], 0, 0
+    while at < len(whole):
+        size = cuts[turn % len(cuts)]
+        found += events.add(whole[at : at + size])
+        at, turn = at + size, turn + 1
+    assert found == texts and events.is_empty
