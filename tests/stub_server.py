@@ -15,6 +15,7 @@ PROMPTS = [
     Prompt(str(index), ({"role": "user", "content": text},), None, "text")
     for index, text in enumerate(["the user", "as the user", "the user the user"])
 ]
+Answer = Callable[[BaseHTTPRequestHandler], None]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -24,8 +25,8 @@ def question(**changes: Any) -> Question:
 
 
 @contextlib.contextmanager
-def stub(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """A server that answers every request by `answer`: for what our own server does not do."""
+def stub(answer: Answer, answer_get: Answer | None = None) -> Iterator[str]:
+    """A server that answers every POST by `answer` and every GET by `answer_get`: for what our own does not do."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -34,7 +35,8 @@ def stub(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
                 answer(self)
 
         def do_GET(self) -> None:
-            self.send_error(404)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                (answer_get or page(404, b""))(self)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -51,7 +53,7 @@ def stub(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
         server.server_close()
 
 
-def stream(*blocks: bytes, pause: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
+def stream(*blocks: bytes, pause: float = 0.0) -> Answer:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("Content-Type", "text/event-stream")
@@ -72,7 +74,7 @@ def piece(content: str | None, finish_reason: str | None = None, **more: Any) ->
     return event(choices=[{"index": 0, "delta": {"content": content} | more, "finish_reason": finish_reason}])
 
 
-def failing(status: int, body: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+def page(status: int, body: bytes) -> Answer:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         handler.end_headers()

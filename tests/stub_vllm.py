@@ -1,7 +1,7 @@
 """A small program that plays `vllm serve` as a real process, and the interpreter that has it.
 
 `stub_python` makes a directory with a package `vllm` (this file is its command) and an executable to be given as
---vllm-python. What it does is said by a prompt ("die", "refuse", "break", "slow") or by the variable STUB_VLLM:
+--vllm-python. What it does is said by a prompt ("die", "refuse", "fail", "break", "slow") or by the variable STUB_VLLM:
 
     fail              write these lines and end with status 1
     start_seconds     listen only after so long
@@ -98,6 +98,12 @@ class Handler(BaseHTTPRequestHandler):
         if text == "refuse":
             error = {"message": "the prompt is too long", "type": "BadRequestError", "param": "prompt", "code": 400}
             return self._json(400, {"error": error})
+        if text in ("fail", "fail and die"):
+            if text == "fail and die":
+                threading.Timer(0.2, os._exit, [5]).start()
+            return self._json(
+                500, {"error": {"message": "a kernel was lost", "type": "InternalServerError", "code": 500}}
+            )
         if text == "die":
             os._exit(3)
         num_tokens = body.get("max_tokens") or 4

@@ -9,6 +9,7 @@
     |-- CapacityError       more than the machine or the model can hold
     |   `-- QueueFullError  too many requests wait already; a later try may succeed
     |-- ServerError         a server that cannot be reached, or that answers what cannot be understood
+    |-- DeployError         a cloud that refuses a call, or a deployment that failed there
     |-- EngineDeadError     an engine that was closed, or that an error of its own has ended
     `-- MissingExtraError   an optional dependency that is not installed
 
@@ -61,6 +62,10 @@ class QueueFullError(CapacityError):
 
 
 class ServerError(PeagleError):
+    pass
+
+
+class DeployError(PeagleError):
     pass
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from peagle.bench.client import Connections, Outcome, ask, model_of, root_of
 from peagle.errors import ConfigError, ServerError
-from stub_server import DONE, PROMPTS, event, failing, piece, question, stream, stub
+from stub_server import DONE, PROMPTS, event, page, piece, question, stream, stub
 
 
 def ask_stub(answer: Callable[[BaseHTTPRequestHandler], None], **changes: Any) -> Outcome:
@@ -61,10 +61,10 @@ def test_text_of_completions_and_reasoning_count_as_pieces():
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (failing(503, b'{"error": {"message": "too many\\n wait", "code": 503}}'), "HTTP 503: too many wait"),
-        (failing(404, b'{"detail": "Not Found"}'), "HTTP 404: Not Found"),
-        (failing(500, b"<html>oh</html>"), "HTTP 500: <html>oh</html>"),
-        (failing(502, b""), "HTTP 502"),
+        (page(503, b'{"error": {"message": "too many\\n wait", "code": 503}}'), "HTTP 503: too many wait"),
+        (page(404, b'{"detail": "Not Found"}'), "HTTP 404: Not Found"),
+        (page(500, b"<html>oh</html>"), "HTTP 500: <html>oh</html>"),
+        (page(502, b""), "HTTP 502"),
         (stream(piece("a"), event(error={"message": "the engine died"}), DONE), "in the stream: the engine died"),
         (stream(piece("a")), "the stream ended before its answer did"),
         (stream(b"data: {broken\n\n"), "an answer that is not OpenAI's"),

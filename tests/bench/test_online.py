@@ -26,7 +26,7 @@ from peagle.bench.online import (
 from peagle.bench.online_report import plot, tables
 from peagle.errors import ConfigError, ServerError
 from serving import Running, running
-from stub_server import DONE, PROMPTS, failing, piece, question, stream, stub
+from stub_server import DONE, PROMPTS, page, piece, question, stream, stub
 
 VLLM_FIELDS = (
     "num_prompts request_rate max_concurrency duration completed failed total_input_tokens total_output_tokens "
@@ -241,7 +241,7 @@ def test_warm_up_that_fails_ends_the_run_with_its_reason():
         async with Connections(url, seconds=5) as connections:
             await warm_up(connections, question(), PROMPTS[0], 2)
 
-    with stub(failing(401, b'{"error": {"message": "no key"}}')) as url, pytest.raises(ServerError) as refused:
+    with stub(page(401, b'{"error": {"message": "no key"}}')) as url, pytest.raises(ServerError) as refused:
         asyncio.run(run(url))
     assert "HTTP 401: no key" in refused.value.message
 

@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from peagle.cli.main import run
-from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import save_drafter
-from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_target
+from tiny import tiny_target, write_drafter, write_target
 
 
 @dataclass(frozen=True)
@@ -26,22 +22,6 @@ class Result:
     def json(self) -> Any:
         """The document on the last line of stdout."""
         return json.loads(self.out.splitlines()[-1])
-
-
-def write_target(target: HFTarget, directory: Path) -> Path:
-    target.model.save_pretrained(directory)
-    target.tokenizer.save_pretrained(directory)
-    return directory
-
-
-def write_drafter(target: HFTarget, directory: Path) -> Path:
-    drafter = tiny_drafter(target)
-    config = drafter.config
-    card = DrafterCard(
-        TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
-    )
-    save_drafter(drafter, directory, card, full=False, dtype=torch.float32)
-    return directory
 
 
 @pytest.fixture(scope="session")

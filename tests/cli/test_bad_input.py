@@ -79,7 +79,7 @@ GENERATE = f"generate hello {ON}"
 EVAL = f"eval {ON} --prompts rows.jsonl"
 BENCH = f"bench {ON} --prompts rows.jsonl"
 TRAIN = "train --target target --dtype float32 --num-steps 1 --num-layers 1 --max-length 64 --output out"
-EXPORT = "export out --dtype float32"
+EXPORT = "export --output out --dtype float32"
 DOCTOR = "doctor --json --dtype float32"
 
 # The command line, then what the message must name. {root} is the folder of `world`.
@@ -104,12 +104,21 @@ CASES = {
     f"{TRAIN} --data rows.jsonl --output rows.jsonl": "rows.jsonl",
     f"{EXPORT} --target target --drafter none": "no directory none",
     f"{EXPORT} --target {{root}}/none --drafter drafter": "{root}/none",
-    f"export rows.jsonl {ON}": "rows.jsonl is a file",
-    f"export drafter {ON}": "drafter is not empty",
-    f"export rows.jsonl/out {ON}": "rows.jsonl",
+    f"export --output rows.jsonl {ON}": "rows.jsonl is a file",
+    f"export --output drafter {ON}": "drafter is not empty",
+    f"export --output rows.jsonl/out {ON}": "rows.jsonl",
+    f"export drafter --output out {ON}": "two drafters are given: drafter and drafter",
     f"{DOCTOR} none --target target": "no directory none",
     f"{DOCTOR} drafter --target {{root}}/none": "{root}/none",
     f"{DOCTOR} drafter --drafter drafter --target target": "two drafters are given",
+    f"{DOCTOR} drafter --target target --prompts none.jsonl": "none.jsonl",
+    f"{DOCTOR} drafter --target target --engine vllm --vllm-python none": "none is not an interpreter that can be run",
+    f"{DOCTOR} drafter --target target --vllm-python none": "--vllm-python is given, but the engine is native",
+    f"{DOCTOR} --record": "--record is about a drafter, but none is given",
+    f"{DOCTOR} --engine vllm": "--engine is about a drafter, but none is given",
+    f"{DOCTOR} drafter --target target --limit 0": "--limit must be at least 1, got 0",
+    f"{DOCTOR} drafter --target stranger --record": "its weights are not the ones the drafter was trained on",
+    f"{DOCTOR} drafter-cut-weights --target target --record": "drafter-cut-weights/model.safetensors cannot be read",
     # a corrupt or truncated file
     f"{GENERATE} --target target-cut-weights": "target-cut-weights",
     f"{GENERATE} --target target-cut-config": "target-cut-config",
@@ -141,8 +150,6 @@ CASES = {
     f"{TRAIN} --data rows.jsonl --recipe broken.toml": "broken.toml is not valid TOML",
     f"{TRAIN} --data rows.jsonl --target target-cut-weights": "target-cut-weights",
     f"{EXPORT} --target target --drafter drafter-cut-weights": "drafter-cut-weights/model.safetensors",
-    f"{DOCTOR} drafter-cut-config --target target": "drafter-cut-config/config.json",
-    f"{DOCTOR} drafter-cut-weights --target target": "drafter-cut-weights/model.safetensors",
     # a config key that does not exist, or a value it does not take
     f"{TRAIN} --data rows.jsonl --recipe unknown-key.toml": "unknown key 'num_step'\nhint: did you mean 'num_steps'?",
     f"{TRAIN} --data rows.jsonl --recipe wrong-type.toml": "num_steps must be a whole number, got 'many'",
@@ -179,7 +186,6 @@ CASES = {
     f"{GENERATE} --drafter drafter-wide": "vocab_size is 999, but target 'target' has 288",
     f"{EVAL} --target stranger": "its weights are not the ones",
     f"{EXPORT} --target stranger --drafter drafter": "its weights are not the ones",
-    f"{DOCTOR} drafter --target stranger": "its weights are not the ones",
     # K out of range
     f"{GENERATE} --num-draft-tokens 5": "num_draft_tokens must be between 1 and 4, the depth it was trained for, got 5",
     f"{GENERATE} --num-draft-tokens -1": "got -1",
@@ -261,12 +267,12 @@ def test_refused(in_world, world, line):
         ("bench --bogus", "--bogus"),
         ("bench --prompts rows.jsonl --concurrency 1,few", "few"),
         ("train --bogus", "--bogus"),
-        ("export out --bogus", "--bogus"),
+        ("export --output out --bogus", "--bogus"),
         ("doctor --bogus", "--bogus"),
         ("generate", "PROMPT"),
         ("eval", "--prompts"),
         ("train", "--data"),
-        ("export", "OUTPUT"),
+        ("export", "--output"),
         ("generate hi --dtype float31", "float31"),
         ("generate hi --max-tokens many", "many"),
         ("generate hi --temperature", "--temperature"),

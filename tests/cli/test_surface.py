@@ -18,6 +18,15 @@ ENGINE = (
     "--reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
     "--quantize"
 )
+PARALLEL = "--tensor-parallel-size --pipeline-parallel-size --data-parallel-size --num-nodes"
+SAGEMAKER = (
+    "--target --drafter --num-draft-tokens --allow-mismatch --no-allow-mismatch --upload-target --no-upload-target "
+    "--upload-drafter --no-upload-drafter --engine --image --vllm-tag --max-length --tensor-parallel-size --env "
+    "--role --instance --num-instances --max-instances --min-instances --target-concurrency --scale-in-seconds "
+    "--scale-out-seconds --bucket --ami --startup-seconds --download-seconds --volume-gb --subnets --security-groups "
+    "--network-isolation --no-network-isolation --metrics --no-metrics --tags --region --profile --smoke-test "
+    "--no-smoke-test --dry-run --no-dry-run --poll-seconds --limit-minutes --json --no-json"
+)
 API_KEY = "--api-key-file --api-key-variable"
 
 FLAGS = {
@@ -39,10 +48,11 @@ FLAGS = {
         "--timeout-seconds --ready-seconds --label --json --no-json --detailed --no-detailed --plot "
         f"{API_KEY}"
     ),
+    "catalog": "--json --no-json",
     "serve": (
-        "--num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins --max-choices "
+        "--engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins --max-choices "
         "--max-body-bytes --body-seconds --request-seconds --keep-alive-seconds --drain-seconds --log-format "
-        f"{ENGINE} {TARGET} {DRAFTER}"
+        f"{ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python --start-seconds"
     ),
     "top": f"--interval --window --once --no-once --json --no-json {API_KEY}",
     "data synthesize": (
@@ -65,18 +75,35 @@ FLAGS = {
         "--micro-batch-size --num-partitions --checkpoint-activations --no-checkpoint-activations --parallel "
         f"--compile {TARGET}"
     ),
-    "export": f"{TARGET} {DRAFTER}",
-    "doctor": f"--json --no-json {TARGET} {DRAFTER}",
+    "export": f"--output --to {TARGET} {DRAFTER}",
+    "deploy vllm": (
+        "--output --show --num-draft-tokens --dtype --max-batch --max-length --prefill-tokens --served-model-name "
+        f"--vllm-version --image --name --port {PARALLEL} {DRAFTER}"
+    ),
+    "deploy sagemaker": SAGEMAKER,
+    "deploy sagemaker update": f"{SAGEMAKER} --batch-size --batch-unit --wait-seconds --alarms",
+    "deploy sagemaker status": "--bucket --json --no-json --region --profile",
+    "deploy sagemaker delete": "--bucket --logs --no-logs --dry-run --no-dry-run --poll-seconds --region --profile",
+    "deploy sagemaker invoke": "--max-tokens --temperature --json --no-json --region --profile",
+    "doctor": (f"--engine --prompts --limit --vllm-python --record --no-record --json --no-json {TARGET} {DRAFTER}"),
 }
 
 ARGUMENTS = {
     "generate": "PROMPT",
+    "catalog": "[NAME]",
     "bench serve": "[URL]",
     "serve": "[TARGET]",
     "top": "[URL]",
     "data inspect": "DATA",
-    "export": "OUTPUT",
+    "export": "[DRAFTER]",
+    "deploy vllm": "[TARGET]",
+    "deploy sagemaker": "NAME",
+    "deploy sagemaker update": "NAME",
+    "deploy sagemaker status": "NAME",
+    "deploy sagemaker delete": "NAME",
+    "deploy sagemaker invoke": "NAME PROMPT",
     "doctor": "[DRAFTER]",
+    "lossless": "[TARGET]",
 }
 
 
@@ -97,7 +124,9 @@ def test_flags_of(peagle, monkeypatch, command):
 @pytest.mark.parametrize("command", FLAGS)
 def test_usage_of(peagle, command):
     usage = peagle(*command.split(), "--help").out.splitlines()[0]
-    assert usage == f"usage: peagle {command} [-h] [OPTIONS] {ARGUMENTS.get(command, '')}".rstrip()
+    few = {"catalog": "[NAME] [--json | --no-json]"}  # so few options are written out
+    rest = few.get(command, f"[OPTIONS] {ARGUMENTS.get(command, '')}")
+    assert usage == f"usage: peagle {command} [-h] {rest}".rstrip()
 
 
 @pytest.mark.parametrize("command", FLAGS)

@@ -7,10 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
@@ -19,6 +17,7 @@ from peagle.bench.scrape import Scrape
 from peagle.bench.watch import Watch
 from peagle.cli.top import view
 from serving import Running, running
+from stub_server import page, stub
 
 LABELS = '{engine="0",model_name="m"}'
 
@@ -132,35 +131,13 @@ def test_one_look_without_a_terminal(peagle, served):
     assert result.status == 0 and "tiny at" in result.out and "acceptance length" in result.out
 
 
-@contextlib.contextmanager
-def page(body: bytes, status: int = 200) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def test_addresses_without_metrics_are_explained(peagle):
     nobody = peagle("top", "http://127.0.0.1:9", "--once")
     assert nobody.status == 2 and "cannot be read" in nobody.err and "peagle serve" in nobody.err
-    with page(b"<html>hello</html>") as url:
+    with stub(page(200, b""), page(200, b"<html>hello</html>")) as url:
         other = peagle("top", url, "--once")
     assert other.status == 2 and "Prometheus" in other.err
-    with page(b"", 404) as url:
+    with stub(page(404, b""), page(404, b"")) as url:
         missing = peagle("top", url)
     assert missing.status == 2 and "HTTP 404" in missing.err
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,6 +101,15 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
 def test_what_cannot_work_is_refused_before_anything_is_created(cloud, peagle, words, complaint):
     result = peagle("deploy", "sagemaker", *words)
     assert result.status == 2 and complaint in result.err and "hint: " in result.err, result.err
+    assert cloud.state() == NOTHING
+
+
+def test_a_drafter_of_another_target_is_refused_before_it_is_uploaded(cloud, peagle, models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    words = ("chat", "--target", tmp_path / "other", "--drafter", models / "drafter", "--image", f"{IMAGE}:1")
+    result = peagle("deploy", "sagemaker", *words, "--instance", "ml.m5.xlarge", "--role", ROLE)
+    assert result.status == 2 and "the given one has another chat template" in result.err, result.err
     assert cloud.state() == NOTHING
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
+from engine_runs import NUM_DRAFT_TOKENS, SEED, answer, serve, start
 from families import family_target, sequential, trained_drafter
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import MissingExtraError, RequestError, TargetError
@@ -22,7 +22,6 @@ from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 from tiny import tiny_tokenizer
 
-NUM_DRAFT_TOKENS = 4
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
 SCHEMA = {
@@ -46,7 +45,7 @@ GRAMMARS = (
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    return family_target("llama", seed=3)
+    return family_target("llama", seed=SEED)
 
 
 def wishes(index: int) -> SamplingParams:
@@ -77,8 +76,7 @@ def check_kept(text: str, grammar: Grammar | None, finish_reason: str | None) ->
 
 
 def reference(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
-    steps = decode(target, prompt, replace(params, num_draft_tokens=None), **drafting)
-    return tuple(token for step in steps for token in step.token_ids)
+    return answer(target, prompt, replace(params, num_draft_tokens=None), **drafting)
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +90,6 @@ def drafter(target: HFTarget) -> Drafter:
     free = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = [[*prompt, *reference(target, prompt, free)] for prompt in PROMPTS]
     return trained_drafter(target, texts, num_steps=120)
-
-
-def start(drafter: Drafter | None, **settings: Any) -> Engine:
-    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
-    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
-
-
-def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
-    engine.check_integrity()
-    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
-    return [outputs[name] for name in ids]
 
 
 @pytest.fixture

@@ -3,26 +3,24 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from engine_runs import NUM_DRAFT_TOKENS, SEED, answer, serve, start
 from families import family_target, sequential, trained_drafter
 from peagle.decoding.adjusting import adjusted_logits
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import RequestOutput
 from peagle.errors import RequestError
 from peagle.kernels.adjust import Edits, Penalties, adjust_logits
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 
-NUM_DRAFT_TOKENS = 4
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(24)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
 PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -30,7 +28,7 @@ PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    return family_target("llama", seed=3)
+    return family_target("llama", seed=SEED)
 
 
 def wishes(index: int) -> SamplingParams:
@@ -52,10 +50,6 @@ def wishes(index: int) -> SamplingParams:
     )
 
 
-def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
-    return tuple(token for step in decode(target, prompt, params, **drafting) for token in step.token_ids)
-
-
 @pytest.fixture(scope="module")
 def expected(target: HFTarget) -> list[tuple[int, ...]]:
     found = [answer(target, prompt, wishes(index)) for index, prompt in enumerate(PROMPTS)]
@@ -68,21 +62,6 @@ def drafter(target: HFTarget, expected: list[tuple[int, ...]]) -> Drafter:
     """Trained on the very answers, so that drafts are often right where penalties matter."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=200)
-
-
-def start(drafter: Drafter | None, **settings: Any) -> Engine:
-    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
-    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
-
-
-def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
-    engine.check_integrity()
-    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
-    return [outputs[name] for name in ids]
 
 
 @pytest.fixture

@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine_runs import SEED, answer, start
 from families import family_target, trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine import scheduler as scheduler_module
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput, TokenLogprobs, Update
 from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
-NUM_DRAFT_TOKENS = 4
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 31)] for index in range(16)]
 for index in (9, 11, 13):
     PROMPTS[index][:12] = PROMPTS[8][:12]
@@ -28,22 +27,13 @@ TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 21, "prefill_tokens": 12
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    return family_target("llama", seed=3)
+    return family_target("llama", seed=SEED)
 
 
 @pytest.fixture(scope="module")
 def drafter(target: HFTarget) -> Drafter:
-    texts = [[*prompt, *answer(target, prompt)] for prompt in PROMPTS]
+    texts = [[*prompt, *answer(target, prompt, PLAIN)] for prompt in PROMPTS]
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=80)
-
-
-def answer(target: HFTarget, prompt: list[int], params: SamplingParams = PLAIN) -> tuple[int, ...]:
-    return tuple(token for step in decode(target, prompt, params) for token in step.token_ids)
-
-
-def start(drafter: Drafter | None, **settings: Any) -> Engine:
-    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
-    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
 
 
 @pytest.fixture
@@ -88,7 +78,7 @@ def test_prompts_are_scored_as_by_the_targets_own_forward_whatever_runs_beside_t
         ]
         outputs = run(engine)
         for index, (name, prompt) in enumerate(zip(ids, PROMPTS, strict=True)):
-            assert outputs[name].outputs[0].token_ids == answer(target, prompt)
+            assert outputs[name].outputs[0].token_ids == answer(target, prompt, PLAIN)
             if index % 2:
                 check(outputs[name].prompt_logprobs, target, prompt, 3)
                 assert outputs[name].metrics.num_cached_tokens == 0, "all of the prompt had to be run"

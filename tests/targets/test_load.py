@@ -378,3 +378,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(TargetError, match="cuda:2 was asked for, but there are 2 GPUs"):
         choose_device("cuda:2")
+
+
+def test_only_weights_that_may_not_fit_this_machines_memory_are_loaded_straight_to_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "memory_bytes", lambda: 1000)
+    gpu = torch.device("cuda", 0)
+    assert load._placement(gpu, 500) == {} and load._placement(torch.device("cpu"), 501) == {}
+    assert load._placement(gpu, 501) == {"device_map": {"": gpu}}
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    assert load._placement(gpu, 501) == {}, "accelerate is not a package that everybody has"

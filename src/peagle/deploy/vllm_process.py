@@ -48,6 +48,8 @@ POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0
 PROGRESS_SECONDS = 15.0
 GRACE_SECONDS = 5.0
+NOISE = ("nanobind:", " - leaked ", " - ... skipped", "See https://nanobind")
+"""Beginnings of lines that a library of vLLM's writes whenever it ends, over those that say why."""
 MAX_SOCKET_PATH = 100
 """Characters of a socket's path that every system takes."""
 
@@ -185,7 +187,7 @@ class VllmProcess:
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.rstrip()
-            if text:
+            if text and not text.startswith(NOISE):
                 self.lines.append(text)
                 child_log.info("vllm | %s", text)
 

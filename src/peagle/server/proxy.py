@@ -54,6 +54,7 @@ HEALTH_SECONDS = 5.0
 HEALTH_FAILURES = 3
 """Checks in a row that must fail before a living process is taken for stuck."""
 SCRAPE_SECONDS = 5.0
+DYING_SECONDS = 1.0
 JSON = {"Content-Type": "application/json"}
 
 
@@ -89,7 +90,7 @@ class ProxyService:
             timeout=None,
         )
         self._num_open = 0
-        self._is_healthy, self._is_ending = True, False
+        self._is_healthy, self._is_ending, self._is_death_told = True, False, False
         self._watcher: asyncio.Task[None] | None = None
 
     async def warm_up(self) -> None:
@@ -145,9 +146,15 @@ class ProxyService:
                     "%s answers its health check again", self.served.engine
                 )
             self._is_healthy = is_healthy
-        if not self._is_ending:
-            words = await asyncio.to_thread(self.child.last_words)
-            log.error("%s ended with status %s; its last lines:\n%s", self.served.engine, self.child.returncode, words)
+        await self._tell_death()
+
+    async def _tell_death(self) -> None:
+        """Log once that the process has ended without having been asked to."""
+        if self._is_ending or self._is_death_told or self.child.returncode is None:
+            return
+        self._is_death_told = True
+        words = await asyncio.to_thread(self.child.last_words)
+        log.error("%s ended with status %s; its last lines:\n%s", self.served.engine, self.child.returncode, words)
 
     @property
     def is_alive(self) -> bool:
@@ -164,6 +171,7 @@ class ProxyService:
         await asyncio.to_thread(self.child.end)
 
     async def close(self) -> None:
+        await self._tell_death()
         self._is_ending = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -246,21 +254,31 @@ class ProxyService:
 
     async def _broken(self, error: httpx.HTTPError) -> Exception:
         if self._is_ending:
-            return unavailable(
-                "the server is shutting down, and this answer was not finished in time", "server_draining"
-            )
-        for _ in range(20):  # the socket is closed a moment before the process has ended
-            if self.child.returncode is not None:
-                return EngineDeadError(f"{self.served.engine} ended with status {self.child.returncode}")
-            await asyncio.sleep(0.05)
+            why = "the server is shutting down, and this answer was not finished in time"
+            return unavailable(why, "server_draining")
+        if await self._is_dying():
+            return EngineDeadError(f"{self.served.engine} ended with status {self.child.returncode}")
         log.error("%s broke off an answer: %r", self.served.engine, error)
         return HttpError(502, "the engine broke off this answer; the server's log says more", code="engine_error")
+
+    async def _is_dying(self) -> bool:
+        """Whether the process has ended, or does so in a moment: its last answers come before that."""
+        deadline = time.monotonic() + DYING_SECONDS
+        while self.child.returncode is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return self.child.returncode is not None
+
+    async def _refusal(self, status: int, content: bytes) -> Exception:
+        error = as_error(status, content)
+        if status == 500 and await self._is_dying():
+            return EngineDeadError(f"{self.served.engine} ended with status {self.child.returncode}")
+        return error
 
     async def _whole(self, path: str, body: dict[str, Any], headers: dict[str, str], request: Request) -> Response:
         async with self._place():
             response = await self._client.post(path, content=dumps(body), headers=headers | JSON)
         if response.status_code >= 400:
-            raise as_error(response.status_code, response.content)
+            raise await self._refusal(response.status_code, response.content)
         try:
             document = response.json()
         except ValueError:
@@ -278,7 +296,7 @@ class ProxyService:
             self._client.stream("POST", path, content=dumps(body), headers=headers | JSON) as response,
         ):
             if response.status_code >= 400:
-                raise as_error(response.status_code, await response.aread())
+                raise await self._refusal(response.status_code, await response.aread())
             rest = b""
             async for chunk in response.aiter_bytes():
                 *events, rest = (rest + chunk).split(b"\n\n")

@@ -89,13 +89,13 @@ def as_error(status: int, content: bytes) -> HttpError:
         param = error.get("param") if isinstance(error, dict) else None
     except (ValueError, AttributeError):
         pass
-    if status >= 500 and status != 503:
-        log.error("the engine failed at a request with %d: %s", status, message or content[:MAX_ERROR_CHARACTERS])
-    headers = {"Retry-After": "1"} if status == 503 else {}
-    code = "engine_error" if status >= 500 else None
-    return HttpError(
-        status, message[:MAX_ERROR_CHARACTERS] or f"the engine says {status}", param=param, code=code, headers=headers
-    )
+    message = message[:MAX_ERROR_CHARACTERS] or f"the engine says {status}"
+    if status == 503:
+        return HttpError(503, message, param=param, code="engine_busy", headers={"Retry-After": "1"})
+    if status >= 500:
+        log.error("the engine failed at a request with %d: %s", status, message)
+        return HttpError(500, "the engine failed at this request; the server's log says why", code="engine_error")
+    return HttpError(status, message, param=param)
 
 
 def num_choices(body: dict[str, Any]) -> int:

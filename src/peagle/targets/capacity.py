@@ -27,7 +27,7 @@ def count_parameters(directory: Path) -> int:
     Four-bit numbers lie two in a byte, as `..._blocks`; the factors of quantized weights are not counted.
     """
     total = 0
-    for path in directory.glob("*.safetensors"):
+    for path in _weights_files(directory):
         for name, entry in _header(path).items():
             if name == "__metadata__" or name.endswith(("_scales", "_scale_inv")):
                 continue
@@ -61,6 +61,16 @@ def check_fits(
     raise CapacityError(
         f"{name} does not fit: {numbers} take {needed / GB:.1f} GB, but {where.format(f'{room / GB:.1f}')}", hint=hint
     )
+
+
+def _weights_files(directory: Path) -> list[Path]:
+    """The files that make up the model, those of its index where it has one: some makers put a second copy beside."""
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return [directory / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = directory / "model.safetensors"
+        return [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
 
 
 def _header(path: Path) -> dict[str, dict]:

@@ -17,9 +17,9 @@ What = Literal["target", "tokenizer", "drafter"]
 
 KNOWN = "`peagle catalog` lists those it knows"
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Makers keep copies of the weights in other forms in folders beside them (`original/`, `metal/`).
+# Makers keep copies of the weights in other forms beside them: in folders (`original/`, `metal/`), or as one file more.
 WANTED: dict[What, dict[str, Any]] = {
-    "target": {"allow_patterns": [*TOKENIZER_FILES, "*.safetensors"], "ignore_patterns": ["*/*"]},
+    "target": {"allow_patterns": [*TOKENIZER_FILES, "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]},
     "tokenizer": {"allow_patterns": TOKENIZER_FILES, "ignore_patterns": ["*/*", "*.index.json"]},
     "drafter": {"allow_patterns": ["*.json", "*.safetensors", "*.bin"], "ignore_patterns": ["*/*"]},
 }

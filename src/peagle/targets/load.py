@@ -51,9 +51,7 @@ def load_target(
     check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry)
     if directory is None:
         directory = hub.download(_model_id(name, entry), "target")
-    options = widening(directory)
-    if chosen_device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
-        options["device_map"] = {"": chosen_device}  # not through this machine's own memory, which may be smaller
+    options = widening(directory) | _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=chosen_dtype, output_loading_info=True, **options
@@ -130,6 +128,16 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
     if not hub.looks_like_an_id(name):
         raise TargetError(f"no target at {name!r}: not a directory, and not a GGUF file", hint=_known_names())
     return hub.cached(name, what)
+
+
+def _placement(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    """Arguments that load large weights straight to a GPU: through this machine's own memory they might not fit."""
+    if device.type != "cuda" or num_bytes <= memory_bytes() // 2:
+        return {}
+    if importlib.util.find_spec("accelerate") is None:
+        log.info("without the package accelerate the weights go through this machine's own memory")
+        return {}
+    return {"device_map": {"": device}}
 
 
 def _num_parameters(name: str, entry: CatalogEntry | None, directory: Path | None) -> int:

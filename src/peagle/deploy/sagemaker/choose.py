@@ -13,7 +13,7 @@ from peagle.deploy.sagemaker.images import GPU_AMI, VLLM_TAG, num_gpus, read_ima
 from peagle.deploy.sagemaker.plan import DRAFT_DIRECTORY, MODEL_DIRECTORY, Deployment
 from peagle.deploy.sagemaker.scaling import Scaling
 from peagle.deploy.vllm import Launch
-from peagle.deploy.vllm_models import Models, find_models, in_vllm_form
+from peagle.deploy.vllm_models import Models, check_texts, find_models, in_vllm_form
 from peagle.errors import ConfigError
 from peagle.targets.catalog import find
 
@@ -194,16 +194,18 @@ def _models(name: str, serving: Serving, engine: Engine) -> tuple[Models, Upload
     target = None if directory is None else read_directory("target", directory)
     if models.drafter is None:
         return models, target, None
-    is_here = Path(models.drafter.model).is_dir()
-    if is_here and engine == "vllm":
-        release = vllm_release(serving.vllm_tag)
-        models = in_vllm_form(models, release, target=asked, allow_mismatch=serving.allow_mismatch)
-    assert models.drafter is not None
-    if is_here:
-        return models, target, read_directory("drafter", Path(models.drafter.model))
-    if serving.upload_drafter:
-        return models, target, read_directory("drafter", _fetched(models.drafter.model, "drafter"))
-    return models, target, None
+    files = Path(models.drafter.model)
+    if not files.is_dir():
+        if not serving.upload_drafter:
+            return models, target, None
+        files = _fetched(models.drafter.model, "drafter")
+    if engine == "native":
+        check_texts(files, models, serving.allow_mismatch)
+        return models, target, read_directory("drafter", files)
+    models = in_vllm_form(models, vllm_release(serving.vllm_tag), target=asked, allow_mismatch=serving.allow_mismatch)
+    if models.drafter is not None and Path(models.drafter.model).is_dir():
+        files = Path(models.drafter.model)
+    return models, target, read_directory("drafter", files)
 
 
 def _fetched(hub_id: str, what: Literal["target", "drafter"]) -> Path:

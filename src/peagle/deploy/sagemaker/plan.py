@@ -182,8 +182,11 @@ class Rolling:
     """How an update replaces instances: so many at a time, with a pause in which alarms may call it off."""
 
     batch_size: int = 1
+    """replaced at a time, of several; at most half of them"""
     batch_unit: Literal["instances", "percent"] = "instances"
+    """what --batch-size counts"""
     wait_seconds: int = 60
+    """pause after each batch, in which an alarm may go off"""
     alarms: tuple[str, ...] = ()
     """CloudWatch alarms that roll the update back"""
 

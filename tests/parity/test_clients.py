@@ -1,0 +1,172 @@
+"""Clients as their users install them, against `peagle serve` in a process of its own.
+
+LiteLLM, LangChain, the `llm` command and an older openai SDK come from the environment of PEAGLE_CLIENTS_PYTHON,
+`vllm bench serve` from that of PEAGLE_VLLM_PYTHON; `make parity` makes both and runs this.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_process import Process, process
+from tiny import CHATML, tiny_target, write_drafter, write_target
+
+pytestmark = pytest.mark.parity
+
+HERE = Path(__file__).parent
+TEMPLATE = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}use <tool_call>{% endif %}" + CHATML
+QUESTION = "the user asks"
+SECONDS = 100
+
+
+def interpreter(variable: str) -> Path:
+    found = os.environ.get(variable)
+    if found is None:
+        pytest.skip(f"{variable} is not set; `make parity` sets it")
+    return Path(found).absolute()
+
+
+def talk(*command: object, **environment: str) -> str:
+    """What a client prints."""
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
+    result = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=os.environ | offline | environment,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command[:3]}: {result.stdout[-500:]} {result.stderr[-2000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    target = tiny_target()
+    target.tokenizer.chat_template = TEMPLATE
+    write_target(target, root / "target")
+    write_drafter(target, root / "drafter")
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(models: Path) -> Iterator[Process]:
+    names = ("--served-model-name", "tiny", "--num-draft-tokens", 4, "--max-length", 500, "--max-batch", 4)
+    with process(models / "target", "--drafter", models / "drafter", *names) as found:
+        yield found.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def expected(served: Process) -> str:
+    """The greedy answer, asked for by hand."""
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
+    return str(httpx.post(f"{served.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+
+
+@pytest.fixture(scope="module")
+def answers(served: Process) -> dict[str, dict[str, Any]]:
+    said = talk(interpreter("PEAGLE_CLIENTS_PYTHON"), HERE / "ask_clients.py", served.url)
+    found = json.loads(said.splitlines()[-1])  # LiteLLM talks to stdout too
+    for name, each in found.items():
+        print(f"{name} {each['version']}")
+    return dict(found)
+
+
+def check_pet(text: str) -> None:
+    found = json.loads(text)
+    assert found.keys() == {"animal", "legs"} and found["animal"] in ("cat", "dog") and 0 <= found["legs"] <= 9
+
+
+@pytest.mark.parametrize("client", ["openai", "litellm", "langchain-openai"])
+def test_clients_get_the_same_answer_whole_and_in_a_stream(
+    answers: dict[str, dict[str, Any]], expected: str, client: str
+) -> None:
+    found = answers[client]
+    assert found["whole"] == found["stream"] == expected
+    assert found["completion_tokens"] == 24
+    check_pet(found["schema"])
+
+
+def test_litellm_calls_tools_and_sees_refusals(answers: dict[str, dict[str, Any]], expected: str) -> None:
+    found = answers["litellm"]
+    assert found["async"] == found["as openai"] == expected
+    for name, arguments, finish_reason in (found["tool"], found["streamed tool"]):
+        assert name == "pet" and finish_reason == "tool_calls"
+        check_pet(arguments)
+    assert found["object"] in ("stop", "length")
+    assert "max_tokens" in found["refusal"] and "100000" in found["refusal"]
+    assert answers["langchain-openai"]["tool"] == ["pet"]
+    assert "temperature must be 0 or more, got -1" in answers["openai"]["refusal"]
+    assert answers["openai"]["models"] == ["tiny"]
+
+
+def test_the_llm_command_streams_answers_and_keeps_to_a_schema(served: Process, expected: str, tmp_path: Path) -> None:
+    command = interpreter("PEAGLE_CLIENTS_PYTHON").with_name("llm")
+    entry = {"model_id": "mine", "model_name": "tiny", "api_base": f"{served.url}/v1", "supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([entry]))  # JSON is YAML
+
+    def llm(*words: str) -> str:
+        return talk(command, *words, LLM_USER_PATH=str(tmp_path))
+
+    ask = ("-m", "mine", "-o", "temperature", "0")
+    assert llm(*ask, "-o", "max_tokens", "24", QUESTION) == f"{expected}\n", "streamed, which is its habit"
+    assert llm(*ask, "-o", "max_tokens", "24", "--no-stream", QUESTION) == f"{expected}\n"
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    check_pet(llm(*ask, "-o", "max_tokens", "80", "--schema", json.dumps(schema), QUESTION))
+    usage = json.loads(llm("logs", "-n", "1", "--json"))[0]
+    assert usage["output_tokens"] > 0 and usage["input_tokens"] > 0, "the usage chunk was understood"
+
+
+def counters(url: str) -> dict[str, float]:
+    """The counters of speculation, by their names without labels; those of each position by it."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith("vllm:spec_decode") and "_created" not in line:
+            name, value = line.rsplit(" ", 1)
+            position = name.split('position="')[1].split('"')[0] if "position=" in name else ""
+            found[name.split("{")[0] + position] = float(value)
+    return found
+
+
+def test_vllm_bench_serve_prints_the_acceptance_that_metrics_show(
+    served: Process, models: Path, tmp_path: Path
+) -> None:
+    python = interpreter("PEAGLE_VLLM_PYTHON")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the user {n}"}) + "\n" for n in range(8)))
+    before = counters(served.url)
+    said = talk(
+        python.with_name("vllm"),
+        *("bench", "serve", "--backend", "openai-chat", "--base-url", served.url, "--endpoint", "/v1/chat/completions"),
+        *("--model", "tiny", "--tokenizer", models / "target", "--dataset-name", "custom", "--dataset-path", prompts),
+        *("--custom-output-len", 24, "--skip-chat-template", "--num-prompts", 8, "--max-concurrency", 2),
+        *("--temperature", 0, "--ignore-eos", "--num-warmups", 0, "--ready-check-timeout-sec", 0),
+        *("--save-result", "--result-dir", tmp_path, "--result-filename", "found.json"),
+        VLLM_NO_USAGE_STATS="1",
+    )
+    after = counters(served.url)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    drafts = grown["vllm:spec_decode_num_drafts_total"]
+    accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["completed"] == 8 and found["failed"] == 0 and found["total_output_tokens"] == 8 * 24
+    assert drafts > 0 and accepted > 0
+    assert (found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]) == (drafts, accepted)
+    length = 1 + accepted / drafts
+    assert found["spec_decode_acceptance_length"] == pytest.approx(length)
+    rates = [grown[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{depth}"] / drafts for depth in range(4)]
+    assert found["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
+    assert f"{length:.2f}" in said and "Acceptance length" in said
