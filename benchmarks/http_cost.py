@@ -68,10 +68,17 @@ class Bench:
         self.prompt_ids = self.service.tokenizer(PROMPT)["input_ids"]
         self.params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.client = subprocess.Popen([sys.executable, "-c", CLIENT, url], **pipes)
+        # A session of its own: Ctrl-C is for this process, which then ends the client.
+        self.client = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def close(self) -> None:
+        self.client.kill()
         self.client.communicate()
         self.server.stop()
         self.thread.join(30)

@@ -186,6 +186,9 @@ def metrics():
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
 
+    def handle_error(self, *_):
+        """A client that did not wait for its answer is nothing to write about."""
+
 
 def main():
     State.options = json.loads(os.environ.get("STUB_VLLM", "{}"))

@@ -383,3 +383,13 @@ def test_an_eagle3_drafter_has_evidence_of_its_own_chain(tmp_path) -> None:
         assert verdict.passed, verdict.failure
     set_config(norm_output=True)(tmp_path / "drafter")
     assert_failed(Gate(tmp_path / "drafter", target, "vllm").run(), "config in vLLM", "norm_output is True", "flipped")
+
+
+def test_a_target_too_short_for_our_prompts_is_said_and_not_compared(tmp_path) -> None:
+    target = tiny_target(max_position_embeddings=48)
+    drafter = tiny_drafter(target)
+    card = dataclasses.replace(card_of(drafter, target), evidence=record(target, drafter, decode))
+    save_drafter(drafter, tmp_path / "drafter", card, full=False, dtype=torch.float32)
+    verdict = Gate(tmp_path / "drafter", target, "native").run()
+    assert verdict.passed and verdict.unchecked == ["logits by depth", "acceptance"]
+    assert "none of our prompts fits into the target's 48 tokens" in verdict.checks[-1].found

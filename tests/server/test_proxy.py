@@ -51,10 +51,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(python, keys=(), served=None, **settings) -> Iterator[Running]:
+def running(interpreter, keys=(), served=None, **settings) -> Iterator[Running]:
     own = ServerSettings(port=0, **settings)
     listener = bind(own)
-    process = VllmProcess(find_vllm(str(python), {}), COMMAND, os.environ)
+    process = VllmProcess(interpreter, COMMAND, os.environ)
 
     def load():
         process.start()
@@ -82,7 +82,8 @@ def running(python, keys=(), served=None, **settings) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    return stub_python(tmp_path_factory.mktemp("stub"))
+    """The interpreter that has the stub."""
+    return find_vllm(str(stub_python(tmp_path_factory.mktemp("stub"))), {})
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +187,12 @@ def test_further_routes_of_the_engine_are_forwarded_and_others_are_not_there(pro
     assert response.status_code == 404 and "there is no '/v1/nothing' here" in response.text
 
 
+def test_the_routes_are_described(proxy):
+    paths = proxy.http.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/invocations", "/metrics", "/ping"} <= paths.keys()
+    assert set(paths["/ping"]) == {"get", "post"}
+
+
 def test_models_and_version_tell_what_runs(proxy):
     (entry,) = proxy.http.get("/v1/models").json()["data"]
     assert entry["id"] == "mine" and entry["max_model_len"] == 99
@@ -249,7 +256,7 @@ def test_a_full_queue_is_told_with_when_to_come_back(python):
             threading.Thread(
                 target=httpx.post,
                 args=(f"{proxy.url}/v1/completions",),
-                kwargs={"json": {"prompt": "slow", "max_tokens": 15}, "timeout": 30},
+                kwargs={"json": {"prompt": "slow", "max_tokens": 8}, "timeout": 30},
             )
             for _ in range(2)
         ]
@@ -301,6 +308,7 @@ def test_a_dead_engine_is_told_to_those_that_wait_and_to_those_that_come_and_is_
         while "its last lines" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.02)
     assert "vLLM 0.32.0 ended with status 3; its last lines:\n  loading the weights\n  serving" in caplog.text
+    assert caplog.text.count("its last lines") == 1
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_that_clients_see(python):
@@ -343,7 +351,7 @@ def test_a_process_that_no_longer_answers_its_health_check_is_not_ready(python, 
 def test_drain_lets_answers_finish_and_then_ends_the_engine(python):
     answers = []
     with running(python) as proxy:
-        body = {"prompt": "slow", "max_tokens": 10}
+        body = {"prompt": "slow", "max_tokens": 5}
         thread = threading.Thread(
             target=lambda: answers.append(httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=30))
         )

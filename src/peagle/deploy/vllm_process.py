@@ -44,7 +44,7 @@ print(json.dumps({"found": found, "python": sys.version.split()[0]}))
 PROBE_SECONDS = 60
 KEPT_LINES = 400
 SHOWN_LINES = 20
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 HEALTH_SECONDS = 5.0
 PROGRESS_SECONDS = 15.0
 GRACE_SECONDS = 5.0

@@ -280,6 +280,8 @@ class Gate:
         recorded = None if self.evidence is None else self.evidence.acceptance
         if recorded is not None:
             depth = len(recorded.accepted_per_position)
+        if not self.prompts:
+            raise _Open(f"none of our prompts fits into the target's {self.target.max_length} tokens; give --prompts")
         measured = self.measure(self.drafter, self.prompts, depth, MAX_TOKENS)
         said = f"{_rates(measured)} in {measured.num_drafts} drafts, length {measured.acceptance_length:.3f}"
         is_alive_on_card = recorded is None or recorded.accepted_per_position[0] > 0
@@ -300,6 +302,8 @@ class Gate:
                     f"at position {position} {ours:.3f} of the drafts are accepted, on the card {theirs:.3f}",
                     "everything else is as recorded, so the engine verifies or drafts otherwise; try `peagle lossless`",
                 )
+        if not expected.num_accepted:
+            raise _Open(f"{said}, as recorded: the drafter is never right here", "warning")
         return f"{said}; the card's {_rates(expected)}"
 
     def _compare_with_named(self, measured: Acceptance, said: str) -> None:
@@ -327,8 +331,9 @@ class Gate:
             raise _Open("no vLLM was found, so only its reading rules were checked; give --vllm-python")
         if self.target.directory is None or self.target.dtype != torch.float32:
             raise _Open("the comparison needs a target directory and --dtype float32")
-        depth = usual_depth(self.drafter.config)
-        parallel = self.drafter.config.parallel
+        if not self.prompts:
+            raise _Open("there is no prompt to run it on; give --prompts")
+        depth, parallel = usual_depth(self.drafter.config), self.drafter.config.parallel
         try:
             judged = run_judge(
                 self.vllm_python,

@@ -46,6 +46,21 @@ def write(
     return directory
 
 
+def verifier_name(target: HFTarget) -> str:
+    """How others find the target: by its Hub id where it lies in the Hub's cache, else by its directory.
+
+    >>> from types import SimpleNamespace
+    >>> verifier_name(SimpleNamespace(directory=Path("/cache/hub/models--org--model/snapshots/0123"), name="model"))
+    'org/model'
+    """
+    parts = [] if target.directory is None else list(target.directory.parts)
+    if "snapshots" in parts[1:]:
+        kind, *names = parts[parts.index("snapshots") - 1].split("--")
+        if kind == "models" and names:
+            return "/".join(names)
+    return str(target.directory or target.name)
+
+
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     """vLLM's names with both tables, as the library saves them, and both directions of a vocabulary map."""
     tensors = stored_tensors(drafter, full=True)
@@ -80,7 +95,7 @@ def _values(config: DrafterConfig, target: HFTarget, dtype: torch.dtype) -> dict
                 }
             ],
             "verifier": {
-                "name_or_path": str(target.directory or target.name),
+                "name_or_path": verifier_name(target),
                 "architectures": list(target.model.config.architectures or [type(target.model).__name__]),
             },
         },

@@ -56,12 +56,7 @@ def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Ser
     """The application over whatever service the lifecycle has, or will have."""
     app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
     routes = Routes(settings, lifecycle)
-    app.add_api_route("/health", routes.health, methods=["GET"], summary="200 when ready, 503 otherwise")
-    for method in ("GET", "POST"):
-        name = f"ping_{method.lower()}"
-        app.add_api_route(
-            "/ping", routes.health, methods=[method], operation_id=name, summary="SageMaker's health check"
-        )
+    add_health(app, routes.health)
     app.add_api_route("/version", routes.version, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary="Prometheus metrics")
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
@@ -74,6 +69,14 @@ def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Ser
     add_bodies(app, BODIES)
     add_gate(app, settings, keys, lifecycle)
     return app
+
+
+def add_health(app: FastAPI, health: Callable[[], Awaitable[Response]]) -> None:
+    """The routes of health checks."""
+    app.add_api_route("/health", health, methods=["GET"], summary="200 when ready, 503 otherwise")
+    for method in ("GET", "POST"):
+        name = f"ping_{method.lower()}"
+        app.add_api_route("/ping", health, methods=[method], operation_id=name, summary="SageMaker's health check")
 
 
 def add_gate(app: FastAPI, settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Any]) -> None:

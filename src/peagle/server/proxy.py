@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from peagle import __version__
 from peagle.errors import EngineDeadError, QueueFullError, ServerError, nearest
-from peagle.server.app import BODIES, add_gate, read_json
+from peagle.server.app import BODIES, add_gate, add_health, read_json
 from peagle.server.auth import ApiKeys
 from peagle.server.errors import HttpError, unavailable
 from peagle.server.lifecycle import Lifecycle
@@ -310,8 +310,7 @@ def create_proxy_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecyc
     """The application over whatever process the lifecycle has, or will have."""
     app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
     routes = ProxyRoutes(settings, lifecycle)
-    app.add_api_route("/health", routes.health, methods=["GET"], summary="200 when ready, 503 otherwise")
-    app.add_api_route("/ping", routes.health, methods=["GET", "POST"], summary="SageMaker's health check")
+    add_health(app, routes.health)
     app.add_api_route("/version", routes.version, methods=["GET"])
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary="Prometheus metrics, vLLM's and ours")
     app.add_api_route("/v1/models", routes.models, methods=["GET"])

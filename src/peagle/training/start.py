@@ -47,7 +47,7 @@ def starting_drafter(target: HFTarget, config: TrainConfig, counts_V: Tensor | N
     if config.from_drafter is not None:
         drafter = _load_earlier(target, config.from_drafter, config)
         drafter.config = dataclasses.replace(drafter.config, num_draft_tokens=config.num_draft_tokens)
-        drafter.card = None  # it tells of what the drafter was
+        drafter.card, drafter.repairs = None, ()  # they tell of what the drafter was
         return drafter.float().requires_grad_(True)
     target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
     drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))

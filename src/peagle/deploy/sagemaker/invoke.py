@@ -29,12 +29,7 @@ class Events:
         self._rest = b""
 
     def add(self, part: bytes) -> list[str]:
-        # A carriage return at the very end may belong to a line feed that is still to come.
-        data = self._rest + part
-        held = b"\r" if data.endswith(b"\r") else b""
-        data = data[: len(data) - len(held)].replace(b"\r\n", b"\n")
-        *blocks, self._rest = data.split(b"\n\n")
-        self._rest += held
+        *blocks, self._rest = (self._rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
         found = []
         for block in blocks:
             lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
