@@ -42,11 +42,14 @@ def test_variables_mean_the_command_line_that_vllm_would_be_started_with():
 
 
 def test_own_server_takes_the_same_variables():
-    environment = variables(LAUNCH, "native", VLLM, {"SM_VLLM_MAX_NUM_SEQS": "16"}, is_uploaded=False)
-    read = read_conventions(environment)
+    asked = {"SM_VLLM_MAX_NUM_SEQS": "16", "SM_VLLM_DTYPE": "half", "SM_VLLM_ENFORCE_EAGER": "true"}
+    read = read_conventions(variables(LAUNCH, "native", VLLM, asked, is_uploaded=False))
     assert read.target == "openai/gpt-oss-20b" and read.drafter == DRAFTER.model and read.num_draft_tokens == 7
-    assert read.server["served_model_name"] == ("chat", "gpt-oss-20b") and read.engine == {"max_batch": 16}
-    assert read.unmatched == ()
+    assert read.server["served_model_name"] == ("chat", "gpt-oss-20b") and read.dtype == "float16"
+    assert read.engine == {"max_batch": 16, "capture": False, "compile": False} and read.unmatched == ()
+    for name in ("SM_VLLM_MODEL", "SM_VLLM_SPECULATIVE_CONFIG", "SM_VLLM_PORT"):
+        with pytest.raises(ConfigError, match=f"--env {name}: the options decide that"):
+            variables(LAUNCH, "native", VLLM, {name: "x"}, is_uploaded=True)
 
 
 def test_options_of_vllm_are_taken_in_and_what_depends_on_them_fits():

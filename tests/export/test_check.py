@@ -71,7 +71,9 @@ def shifted_aux_ids(directory: Path) -> None:
 
 
 def half_precision(directory: Path) -> None:
-    edit_tensors(directory, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
+    edit_tensors(
+        directory, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items() if v.is_floating_point()})
+    )
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,6 @@ FAULTS = {
         "the trained mask row went with them",
         ("tensors", "tensors in vLLM"),
         form="exported",
-    ),
-    "rounded to float16": Fault(
-        half_precision, "tensors have other values", "converted to float16", ("tensors", "tensors in vLLM")
     ),
     "truncated file": Fault(truncate, "model.safetensors is truncated", "the copy was cut short", ("files", "files")),
 }
@@ -286,6 +285,17 @@ def as_on_card(directory: Path) -> Callable[..., Acceptance]:
     """Stands in for decoding where that is not the question."""
     recorded = read_card(directory).evidence.acceptance
     return lambda *_: Acceptance(recorded.num_drafts, recorded.accepted_per_position)
+
+
+def test_a_copy_in_float16_is_left_to_the_logits_but_zeros_are_not(tiny, tmp_path) -> None:
+    target, source = tiny
+    directory = copy(source, tmp_path / "drafter")
+    half_precision(directory)
+    verdict = Gate(directory, target, "native", measure=as_on_card(directory)).run()
+    assert verdict.passed, verdict.failure
+    assert "are left to the logits" in next(check.found for check in verdict.checks if check.name == "tensors")
+    edit_tensors(directory, lambda tensors: tensors["mask_hidden"].zero_())
+    assert_failed(Gate(directory, target, "native").run(), "tensors", "mask_hidden is all zeros", "was zeroed")
 
 
 def test_logits_notice_what_config_and_fingerprints_do_not(tiny, tmp_path) -> None:

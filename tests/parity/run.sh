@@ -140,13 +140,23 @@ judge() {
     fi
 }
 
-make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
-make_environment vllm "$VLLM_VENV" "$VLLM_PIN with pandas"
-make_clients_environment
+make_environments() {
+    make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
+    make_environment vllm "$VLLM_VENV" "$VLLM_PIN with pandas"
+    make_clients_environment
+}
+
+# Environments are mostly waited for, so the judge that needs none of them works meanwhile.
+make_environments &
+environments=$!
+trap 'kill "$environments" 2>/dev/null || true' EXIT
 mkdir -p runs/parity
 export HF_HUB_OFFLINE=1
 if (($# == 0)); then
     judge transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
+fi
+wait "$environments"
+if (($# == 0)); then
     both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
     judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
         "${both[@]}" --json runs/parity/speculators_trained.json

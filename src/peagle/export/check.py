@@ -38,7 +38,7 @@ Measure = Callable[[Drafter, list[list[int]], int, int], Acceptance]
 """Has an engine answer prompts: drafter, prompts, draft tokens a step, tokens of each answer."""
 
 LOGPROB_TOLERANCE = 0.01
-"""How far golden log-probabilities may be off in float32. Machines differ by 1e-4, the mildest fault by 0.1."""
+"""How far golden log-probabilities may be off in float32. Machines differ by 1e-4, the mildest fault known by 0.9."""
 TOLERANCE_STEPS = 96
 """The same in low precision, in rounding steps of the number 1: 0.75 in bfloat16, whose logits carry three digits."""
 RATE_TOLERANCE = 0.02

@@ -14,6 +14,9 @@ from peagle.errors import ConfigError
 
 PREFIX = "SM_VLLM_"
 Engine = Literal["vllm", "native"]
+DECIDED = frozenset(
+    {f"{PREFIX}{name}" for name in ("MODEL", "SERVED_MODEL_NAME", "SPECULATIVE_CONFIG", "HOST", "PORT")}
+)
 VLLM_RELEASES = {"server-sagemaker-cuda-v2.2": "0.26.0"}
 """What is in images whose tags do not say it."""
 
@@ -39,33 +42,33 @@ def variables(
 ) -> dict[str, str]:
     """The container's environment for a launch and what the user asks for besides.
 
-    Options of vLLM among the latter are taken into the launch first, so that what depends on them fits.
+    For vLLM its options among the latter are taken into the launch first, so that what depends on them fits. Our own
+    server decides by itself what they leave open, so there they are handed on as they are.
     """
+    if engine == "native":
+        flags = _native_flags(launch) if is_uploaded else {"--model": (launch.target,)} | _native_flags(launch)
+        found = {_variable(flag): _value(values) for flag, values in flags.items()}
+        for name in given:
+            if name in found or name in DECIDED:
+                raise ConfigError(
+                    f"--env {name}: the options decide that",
+                    hint="use --target, --drafter, --num-draft-tokens, --max-length",
+                )
+        return found | dict(given)
     plain = {name: value for name, value in given.items() if not name.startswith(PREFIX)}
-    words = _words({name: value for name, value in given.items() if name.startswith(PREFIX)})
-    launch = with_flags(launch, words)
-    if engine == "vllm":
-        made = command(launch, vllm)
-        flags, found = read_flags(list(made.words[3:])), dict(made.environment)
-    else:
-        flags, found = _native_flags(launch), {}
+    launch = with_flags(launch, _words({name: value for name, value in given.items() if name.startswith(PREFIX)}))
+    made = command(launch, vllm)
+    flags = read_flags(list(made.words[3:]))
     if not is_uploaded:
         flags = {"--model": (launch.target,)} | flags
-    return found | {_variable(flag): _value(values) for flag, values in flags.items()} | plain
+    return dict(made.environment) | {_variable(flag): _value(values) for flag, values in flags.items()} | plain
 
 
 def _native_flags(launch: Launch) -> dict[str, tuple[str, ...]]:
     """What our own server reads of them; the rest it decides by itself."""
     flags: dict[str, tuple[str, ...]] = {"--served-model-name": launch.names}
-    settings = {
-        "--max-model-len": launch.max_length,
-        "--max-num-seqs": launch.max_batch,
-        "--gpu-memory-utilization": launch.memory_share,
-        "--block-size": launch.page_size,
-    }
-    flags |= {
-        flag: (f"{value:g}" if isinstance(value, float) else str(value),) for flag, value in settings.items() if value
-    }
+    if launch.max_length is not None:
+        flags["--max-model-len"] = (str(launch.max_length),)
     num_draft_tokens = resolve_num_draft_tokens(launch)
     if launch.drafter is not None and num_draft_tokens:
         config: dict[str, Any] = {
@@ -76,7 +79,7 @@ def _native_flags(launch: Launch) -> dict[str, tuple[str, ...]]:
         if launch.drafter.parallel:
             config["parallel_drafting"] = True
         flags["--speculative-config"] = (json.dumps(config),)
-    return flags | dict(launch.extra)
+    return flags
 
 
 def _variable(flag: str) -> str:
