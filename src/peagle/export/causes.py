@@ -215,15 +215,16 @@ def _changed(changed: list[str], evidence: Evidence, state: Mapping[str, Tensor]
 
 def _check_table(name: str, reading: Reading, target: "HFTarget") -> None:
     """A table that the card's drafter shares with the target must be the target's, apart from the mask row."""
-    table = reading.state[name].bfloat16()
+    dtype = torch.float16 if reading.state[name].dtype == torch.float16 else torch.bfloat16
+    table = reading.state[name].to(dtype)
     if name == TABLES[0]:
-        expected = target.embedding_VD.detach().cpu().bfloat16()
+        expected = target.embedding_VD.detach().cpu().to(dtype)
         rows = torch.ones(len(table), dtype=torch.bool)
         if reading.config.mask_token_id is not None:
             rows[reading.config.mask_token_id] = False
     else:
         d2t = reading.state.get("d2t")
-        expected = target.head_VD.detach().cpu().bfloat16()
+        expected = target.head_VD.detach().cpu().to(dtype)
         expected = expected if d2t is None else expected[torch.arange(len(d2t)) + d2t.long()]
         rows = torch.ones(len(table), dtype=torch.bool)
     if table.shape != expected.shape:
