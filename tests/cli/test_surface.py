@@ -86,6 +86,10 @@ FLAGS = {
     "deploy sagemaker delete": "--bucket --logs --no-logs --dry-run --no-dry-run --poll-seconds --region --profile",
     "deploy sagemaker invoke": "--max-tokens --temperature --json --no-json --region --profile",
     "doctor": (f"--engine --prompts --limit --vllm-python --record --no-record --json --no-json {TARGET} {DRAFTER}"),
+    "lossless": (
+        "--prompts --limit --num-draft-tokens --max-tokens --temperature --num-seeds --num-samples "
+        f"--num-sampled-prompts --output --json --no-json {TARGET} {DRAFTER}"
+    ),
 }
 
 ARGUMENTS = {

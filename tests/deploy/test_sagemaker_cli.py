@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -238,18 +239,21 @@ def test_no_credential_is_written_logged_or_put_into_an_argument_list(cloud, mod
     }
     words = ["chat", "--target", models / "target", "--drafter", models / "drafter", "--image", f"{IMAGE}:1"]
     words += ["--instance", "ml.m5.xlarge", "--role", ROLE, "--poll-seconds", "0.05"]
-    seen = []
-    for command in (["deploy", "sagemaker", *words], ["deploy", "sagemaker", "status", "chat", "--json"]):
-        process = subprocess.Popen(
-            [PEAGLE, *map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        arguments = set()
-        reader = threading.Thread(target=watch_arguments, args=(process.pid, arguments))
-        reader.start()
-        out, _ = process.communicate(timeout=120)
-        reader.join()
-        assert process.returncode == 0, out
-        seen += [out, *arguments]
+    process = subprocess.Popen(
+        [PEAGLE, "deploy", "sagemaker", *map(str, words)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    arguments: set[str] = set()
+    watcher = threading.Thread(target=watch_arguments, args=(process.pid, arguments))
+    watcher.start()
+    out, _ = process.communicate(timeout=120)
+    watcher.join()
+    assert process.returncode == 0, out
+    assert any("sagemaker" in each for each in arguments), "argument lists were seen"
+    seen = [out, *arguments]
     seen += [path.read_text(errors="replace") for path in home.rglob("*") if path.is_file()]
     sagemaker, s3 = cloud.client("sagemaker"), cloud.client("s3")
     for model in cloud.state()["models"]:
@@ -278,11 +282,11 @@ def watch_arguments(pid: int, found: set[str]) -> None:
 
 
 class Broken:
-    """A runtime that answers every stream with the same bytes."""
+    """A runtime that answers one stream with given bytes, and then ends it or breaks the connection."""
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, *, is_reset: bool) -> None:
         head = b"HTTP/1.1 200 OK\r\nX-Amzn-SageMaker-Content-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-        self._answer = head + payload
+        self._answer, self._is_reset = head + payload, is_reset
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -290,9 +294,15 @@ class Broken:
 
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
-        with connection:
-            connection.recv(65536)
+        with connection, connection.makefile("rb") as request:
+            length = 0
+            while (line := request.readline().strip()) != b"":
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            request.read(length)
             connection.sendall(self._answer)
+            if self._is_reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def close(self) -> None:
         self._thread.join(10)
@@ -303,21 +313,23 @@ PART = {":event-type": "PayloadPart", ":message-type": "event"}
 EXCEPTION = {":exception-type": "ModelStreamError", ":message-type": "exception"}
 
 
-@pytest.mark.parametrize(
-    ("payload", "complaint"),
-    [
-        (frame(PART, b'data: {"choices": []}\n\n'), "ended its stream in the middle"),
-        (frame(PART, b'data: {"choices": []}\n\ndata: [DONE]\n\n'), "did not finish its answer"),
-        (frame(PART, b"data: oops\n\n"), "streams what is not JSON: oops"),
-        (frame(PART, b'data: {"error": {"message": "too slow"}}\n\n'), "failed while it answered: too slow"),
-        (
-            frame(EXCEPTION, b'{"Message": "time is up", "ErrorCode": "ModelInvocationTimeExceeded"}'),
-            "AWS refused invoke_endpoint_with_response_stream: time is up",
-        ),
-    ],
-)
-def test_streams_that_break_say_how(cloud, monkeypatch, payload, complaint):
-    broken = Broken(payload)
+BREAKS = {
+    "cut": (frame(PART, b'data: {"choices": []}\n\n'), "ended its stream in the middle"),
+    "unfinished": (frame(PART, b'data: {"choices": []}\n\ndata: [DONE]\n\n'), "did not finish its answer"),
+    "no-json": (frame(PART, b"data: oops\n\n"), "streams what is not JSON: oops"),
+    "error": (frame(PART, b'data: {"error": {"message": "too slow"}}\n\n'), "failed while it answered: too slow"),
+    "exception": (
+        frame(EXCEPTION, b'{"Message": "time is up", "ErrorCode": "ModelInvocationTimeExceeded"}'),
+        "AWS refused invoke_endpoint_with_response_stream: time is up",
+    ),
+    "reset": (frame(PART, b"data: {")[:9], "invoke_endpoint_with_response_stream failed"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_streams_that_break_say_how(cloud, monkeypatch, kind):
+    payload, complaint = BREAKS[kind]
+    broken = Broken(payload, is_reset=kind == "reset")
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", broken.url)
     with Aws(REGION) as aws, pytest.raises(DeployError) as caught:
         ask(aws, "chat", {"messages": []})

@@ -11,7 +11,7 @@ undecided it was, and one that is not is a failure.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.acceptance import PIECE, measured_near_tie
@@ -32,8 +32,8 @@ CONTROL_TEMPERATURE = 1.6
 """The control: the same counts against the target at another temperature, which the test must tell apart."""
 
 Answers = list[tuple[int, ...]]
-Ask = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], tuple[Answers, Acceptance]]
-"""Has an engine answer prompts with drafts, all at the same time: the answers, and what became of the drafts."""
+Ask = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], tuple[Answers, list[Acceptance]]]
+"""Has an engine answer prompts with drafts, all at the same time: the answers, and what became of each one's drafts."""
 OnStage = Callable[[str], None]
 
 
@@ -154,7 +154,11 @@ def examine(
         for prompt, params in zip(prompts, greedy, strict=True)
     ]
     on_stage("the engine with drafts")
-    served, acceptance = ask(prompts, greedy)
+    seeded = _seeded_rows(prompts, settings)
+    answers, accepted = ask(
+        [*prompts, *(prompts[index] for index, _ in seeded)], [*greedy, *(own for _, own in seeded)]
+    )
+    served, acceptance = answers[: len(prompts)], _total(accepted[: len(prompts)])
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
     limit = None if _is_exact(target) else measured_near_tie(target, texts)
     pairs = (
@@ -164,12 +168,41 @@ def examine(
     )
     comparisons = [_compare_greedy(target, name, prompts, ours, theirs, limit) for name, ours, theirs in pairs]
     on_stage("seeded answers")
-    comparisons.append(_compare_seeded(target, prompts, settings, ask, texts))
-    distributions = []
-    for index in range(min(settings.num_sampled_prompts, len(prompts))):
-        on_stage(f"the distribution of prompt {index + 1}")
-        distributions.append(_distribution(target, index, prompts[index], settings, ask))
+    comparisons.append(_compare_seeded(target, prompts, settings, seeded, answers[len(prompts) :], texts))
+    on_stage("the distribution of sampled answers")
+    sampled = prompts[: settings.num_sampled_prompts]
+    params = _sample_params(settings)
+    drawn, _ = ask([prompt for prompt in sampled for _ in params], params * len(sampled))
+    parts = [drawn[start : start + len(params)] for start in range(0, len(drawn), len(params))]
+    distributions = [
+        _distribution(target, index, prompt, settings, part)
+        for index, (prompt, part) in enumerate(zip(sampled, parts, strict=True))
+    ]
     return Findings(tuple(comparisons), tuple(distributions), acceptance)
+
+
+def _total(parts: Sequence[Acceptance]) -> Acceptance:
+    return sum(parts[1:], parts[0])
+
+
+def _seeded_rows(prompts: Sequence[Sequence[int]], settings: Settings) -> list[tuple[int, SamplingParams]]:
+    """The sampled answers that are compared token for token: numbers of prompts, and how they are drawn."""
+    return [
+        (index, SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed))
+        for index in range(len(prompts))
+        for seed in range(settings.num_seeds)
+    ]
+
+
+def _sample_params(settings: Settings) -> list[SamplingParams]:
+    """The draws of the distribution test. Two drafts are all that an opening can use; more would only take time."""
+    common = SamplingParams(
+        max_tokens=LENGTH,
+        temperature=settings.temperature,
+        ignore_eos=True,
+        num_draft_tokens=min(LENGTH - 1, settings.num_draft_tokens),
+    )
+    return [replace(common, seed=1000 + seed) for seed in range(settings.num_samples)]
 
 
 def _is_exact(target: "HFTarget") -> bool:
@@ -234,22 +267,22 @@ def _compare_greedy(
 
 
 def _compare_seeded(
-    target: "HFTarget", prompts: Sequence[Sequence[int]], settings: Settings, ask: Ask, texts: list[list[int]]
+    target: "HFTarget",
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    rows: Sequence[tuple[int, SamplingParams]],
+    served: Answers,
+    texts: list[list[int]],
 ) -> Comparison:
-    rows = [(index, seed) for index in range(len(prompts)) for seed in range(settings.num_seeds)]
-    params = [
-        SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed) for _, seed in rows
-    ]
-    served, _ = ask([prompts[index] for index, _ in rows], params)
     limit = None if _is_exact(target) else _measured_shift(target, texts, settings.temperature)
     partings, num_tokens = [], 0
-    for (index, seed), own, answer in zip(rows, params, served, strict=True):
+    for (index, own), answer in zip(rows, served, strict=True):
         plain = _decode(target, prompts[index], own)
         num_tokens += len(plain)
         token = _first_difference(answer, plain)
         if token is not None:
-            gap = _border_distance(target, [*prompts[index], *plain[:token]], seed, answer, plain, token, settings)
-            partings.append(Parting(index, seed, token, gap, limit is not None and gap <= limit))
+            gap = _border_distance(target, [*prompts[index], *plain[:token]], own.seed, answer, plain, token, settings)
+            partings.append(Parting(index, own.seed, token, gap, limit is not None and gap <= limit))
     return Comparison("seeded sampling: engine with drafts, plain", len(rows), num_tokens, limit, tuple(partings))
 
 
@@ -299,20 +332,9 @@ def _measured_shift(target: "HFTarget", texts: Sequence[Sequence[int]], temperat
     return 2 * largest
 
 
-def _distribution(target: "HFTarget", index: int, prompt: Sequence[int], settings: Settings, ask: Ask) -> Distribution:
-    # Two drafts are all that an opening can use; more would only take time.
-    num_draft_tokens = min(LENGTH - 1, settings.num_draft_tokens)
-    params = [
-        SamplingParams(
-            max_tokens=LENGTH,
-            temperature=settings.temperature,
-            seed=1000 + seed,
-            ignore_eos=True,
-            num_draft_tokens=num_draft_tokens,
-        )
-        for seed in range(settings.num_samples)
-    ]
-    drawn, _ = ask([prompt] * settings.num_samples, params)
+def _distribution(
+    target: "HFTarget", index: int, prompt: Sequence[int], settings: Settings, drawn: Answers
+) -> Distribution:
     probs = opening_probs(target, prompt, settings.temperature)
     found, threshold = fit(drawn, probs), FALSE_ALARM / settings.num_sampled_prompts
     if not found.openings:

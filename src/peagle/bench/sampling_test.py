@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LENGTH = 3
 """Tokens of an opening: one from the prompt alone, two that drafts take part in."""
-BRANCHES = 6
+BRANCHES = 4
 """Likeliest tokens that are followed after each token of an opening."""
 LEAST_EXPECTED = 5.0
 

@@ -154,9 +154,8 @@ def ask_engine(
     settings: Settings,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-) -> tuple[Answers, "Acceptance"]:
+) -> tuple[Answers, list["Acceptance"]]:
     """Answers of the engine that `peagle serve` runs, all prompts at the same time."""
-    from peagle.decoding.acceptance import Acceptance
     from peagle.engine.llm import LLM
 
     longest = max(map(len, prompts)) + max(each.max_tokens for each in params) + 2 * settings.num_draft_tokens
@@ -169,9 +168,7 @@ def ask_engine(
         max_length=min(longest, target.max_length),
     ) as llm:
         outputs = llm.generate([list(prompt) for prompt in prompts], list(params))
-    answers = [output.outputs[0].token_ids for output in outputs]
-    total = Acceptance(0, (0,) * num_draft_tokens)
-    return answers, sum((output.metrics.acceptance for output in outputs), total)
+    return [output.outputs[0].token_ids for output in outputs], [output.metrics.acceptance for output in outputs]
 
 
 def facts_of(

@@ -43,7 +43,7 @@ class Aws:
     """The clients of one region and profile. Use it as a context manager: clients hold connections."""
 
     def __init__(self, region: str | None = None, profile: str | None = None) -> None:
-        boto3, exceptions = _boto3()
+        boto3, exceptions, urllib3 = _boto3()
         try:
             self._session = boto3.session.Session(region_name=region, profile_name=profile)
         except exceptions.ProfileNotFound as error:
@@ -53,6 +53,8 @@ class Aws:
         self.region: str = self._session.region_name
         self._clients: dict[str, Any] = {}
         self._exceptions, self._upload_error = exceptions, boto3.exceptions.S3UploadFailedError
+        # Streams are read from urllib3 itself, whose errors boto3 passes on as they are.
+        self._transport_error = urllib3.exceptions.HTTPError
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +103,7 @@ class Aws:
             raise DeployError(f"{operation} failed: {error}", hint="the same command goes on from there") from error
         except errors.ParamValidationError as error:
             raise DeployError(f"{operation} would be refused: {error}") from error
-        except errors.BotoCoreError as error:
+        except (errors.BotoCoreError, self._transport_error) as error:
             raise DeployError(f"{operation} failed: {error}", hint="check the network and --region") from error
 
     def instance_types(self) -> tuple[str, ...]:
@@ -122,11 +124,12 @@ class Aws:
             raise DeployError(f"{call.operation} would be refused: {report.generate_report()}")
 
 
-def _boto3() -> tuple[Any, Any]:
+def _boto3() -> tuple[Any, Any, Any]:
     try:
         import boto3.exceptions
         import boto3.session
+        import urllib3.exceptions
         from botocore import exceptions
     except ModuleNotFoundError as error:
         raise MissingExtraError("boto3", "deploy", PURPOSE) from error
-    return boto3, exceptions
+    return boto3, exceptions, urllib3
