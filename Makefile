@@ -40,7 +40,7 @@ demo: $(STAMP)  ## answer one prompt with and without the shipped drafter and co
 	$(BIN)/peagle generate --compare "$(DEMO_PROMPT)"
 
 test: $(STAMP)  ## run the CPU tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## format, lint, types and architecture, without changing anything
 	$(BIN)/ruff format --check .

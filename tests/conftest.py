@@ -25,6 +25,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The documents' blocks take longest by far and stay in one process: begun last, they would be waited for."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

@@ -34,7 +34,7 @@ def make(python, tmp_path):
     def process(**options):
         report = tmp_path / "report.json"
         environment = dict(os.environ) | {"STUB_VLLM": json.dumps({"report": str(report)} | options)}
-        environment |= {"VLLM_API_KEY": "secret", "PEAGLE_API_KEYS": "secret", "HF_TOKEN": "token"}
+        environment |= {"VLLM_API_KEY": "sk-of-a-client", "PEAGLE_API_KEYS": "sk-of-a-client", "HF_TOKEN": "token"}
         found = VllmProcess(interpreter, COMMAND, environment)
         found.report = lambda: json.loads(report.read_text())
         made.append(found)
@@ -106,7 +106,7 @@ def test_it_gets_the_command_and_its_variables_but_no_keys_of_our_clients(make):
     expected = ["serve", "target", "--served-model-name", "name", "--uds", str(process.socket)]
     assert seen["words"][: len(expected)] == expected
     assert seen["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0" and seen["environment"]["HF_TOKEN"] == "token"
-    assert "secret" not in json.dumps(seen)
+    assert "sk-of-a-client" not in json.dumps(seen)
 
 
 @pytest.mark.parametrize(

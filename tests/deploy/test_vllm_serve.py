@@ -128,15 +128,15 @@ def test_sigterm_lets_accepted_requests_finish_and_ends_vllm(models, python, tmp
     monkeypatch.setenv("SM_VLLM_MODEL", str(models / "target"))
     monkeypatch.setenv("SM_VLLM_KV_CACHE_DTYPE", "fp8")
     monkeypatch.setenv("SM_VLLM_TENSOR_PARALLEL_SIZE", "2")
-    monkeypatch.setenv("SM_VLLM_API_KEY", "secret")
+    monkeypatch.setenv("SM_VLLM_API_KEY", "sk-of-a-client")
     with process(models, python, tmp_path, "--num-draft-tokens", "0") as found:
         found.url = found.url.replace("0.0.0.0", "127.0.0.1")
         found.wait_for(200)
         seen, answers = json.loads(found.report.read_text()), []
         words = seen["words"]
-        assert words[words.index("--kv-cache-dtype") + 1] == "fp8" and "secret" not in json.dumps(seen)
+        assert words[words.index("--kv-cache-dtype") + 1] == "fp8" and "sk-of-a-client" not in json.dumps(seen)
         assert words[words.index("--tensor-parallel-size") + 1] == "2"
-        url, headers = f"{found.url}/invocations", {"Authorization": "Bearer secret"}
+        url, headers = f"{found.url}/invocations", {"Authorization": "Bearer sk-of-a-client"}
         assert httpx.post(url, json=BODY).status_code == 401
         ask = threading.Thread(target=lambda: answers.append(httpx.post(url, json=BODY, headers=headers, timeout=30)))
         ask.start()

@@ -45,7 +45,7 @@ def _verdict(document: dict[str, Any]) -> list[str]:
     else:
         verdict = "**NOT LOSSLESS.** At least one comparison below fails."
     rule = (
-        "In float32 no token may differ."
+        "In float32 no greedy token may differ; a sampled one only where rounding moves it past its random number."
         if target["dtype"] == "float32"
         else f"In {target['dtype']} answers may part only where the target itself is undecided to within rounding."
     )
