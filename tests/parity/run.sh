@@ -128,16 +128,20 @@ make_clients_environment() {
     say "clients: environment ready"
 }
 
-# judge NAME COMMAND...: run one comparison; a failure is remembered and the others still run.
+# judge NAME COMMAND...: run one comparison, and show what it printed when it is done, because two lanes talk at once. A
+# failure is remembered and the others still run.
 status=0
 judge() {
-    local name=$1
+    local name=$1 output
     shift
+    output=$(mktemp runs/parity/output.XXXXXX)
     say "$name: comparing"
-    if "$@"; then say "$name: holds"; else
+    if "$@" >"$output" 2>&1; then say "$name: holds"; else
         status=1
         say "$name: DOES NOT HOLD"
     fi
+    cat "$output"
+    rm "$output"
 }
 
 make_environments() {
@@ -146,39 +150,50 @@ make_environments() {
     make_clients_environment
 }
 
-# Environments are mostly waited for, so the judge that needs none of them works meanwhile.
+judge_by_speculators_and_clients() {
+    if (($# == 0)); then
+        local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
+        judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
+            "${both[@]}" --json runs/parity/speculators_trained.json
+        judge "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
+            "${both[@]}" --json runs/parity/speculators_export.json
+    fi
+    judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
+        --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
+    judge "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
+    judge clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
+    return "$status"
+}
+
+judge_by_vllm() {
+    judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
+        --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
+    if (($# == 0)); then
+        judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
+        judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
+    fi
+    return "$status"
+}
+
+# Two things run at a time: most of an environment is waited for, and most of a judge's time is one thread's. Threads
+# that wait actively for each other would wait for the other lane as well.
+export HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive
+mkdir -p runs/parity
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 make_environments &
 environments=$!
-trap 'kill "$environments" 2>/dev/null || true' EXIT
-mkdir -p runs/parity
-export HF_HUB_OFFLINE=1
 if (($# == 0)); then
-    # Threads that wait actively for each other would wait for pip as well.
-    judge transformers env OMP_WAIT_POLICY=passive \
-        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
+    judge transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
 fi
 wait "$environments"
-if (($# == 0)); then
-    both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
-    judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
-        "${both[@]}" --json runs/parity/speculators_trained.json
-    judge "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
-        "${both[@]}" --json runs/parity/speculators_export.json
-fi
-judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
-    --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
-judge "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
-    "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
-if (($# == 0)); then
-    judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
-    judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
-fi
-judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
-    --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
-judge clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-    "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
+judge_by_vllm "$@" &
+vllm_lane=$!
+judge_by_speculators_and_clients "$@" || status=1
+wait "$vllm_lane" || status=1
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi
 exit "$status"
