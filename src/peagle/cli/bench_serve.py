@@ -7,6 +7,7 @@ latency, failures with their reasons, and acceptance by the server's own /metric
 import asyncio
 import json
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +181,10 @@ def measure(
     """Warm up and sweep under a progress bar; True where it was not interrupted. Tells the model in `facts`."""
 
     async def run(on_done: Callable[[Outcome], None], on_result: Callable[[Result], None]) -> bool:
+        own = asyncio.current_task()
+        assert own is not None, "it runs as a task"
+        # asyncio turns Ctrl-C into this; SIGTERM would break into whichever task happens to run.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, own.cancel)
         async with Connections(root, api_key, seconds=arguments.timeout_seconds) as connections:
             model = arguments.model
             if model is None or arguments.ready_seconds:
