@@ -15,16 +15,13 @@ from typing import Any
 import boto3
 import httpx
 import pytest
-import torch
 from botocore.loaders import Loader
 
+from cli_models import write_models
 from peagle.cli.main import run
 from peagle.deploy.sagemaker.aws import Aws
-from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import save_drafter
 from sagemaker_runtime import REGION, SECRET, routing
 from serving import running
-from tiny import tiny_drafter, tiny_target
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = (
@@ -201,17 +198,7 @@ def aws(stand_ins: Cloud) -> Iterator[Aws]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories `target` and `drafter`, the latter in the compact form, for at most 4 draft tokens."""
-    root = tmp_path_factory.mktemp("models")
-    target = tiny_target()
-    target.model.save_pretrained(root / "target")
-    target.tokenizer.save_pretrained(root / "target")
-    drafter = tiny_drafter(target)
-    config = drafter.config
-    card = DrafterCard(
-        TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
-    )
-    save_drafter(drafter, root / "drafter", card, full=False, dtype=torch.float32)
-    return root
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @dataclass(frozen=True)
