@@ -37,7 +37,15 @@ NUM_HELD_OUT = 96  # greedy answers of the synthesis kept aside to watch the tra
 NUM_ANSWER_TOKENS = 256  # of the greedy answers to the sets that are replayed
 NUM_REPLAYED = 80  # prompts of each of those sets
 SECONDS_BETWEEN_REPORTS = 20
-TRAINING: dict[str, Any] = {"num_layers": 4, "num_draft_tokens": 8, "log_every": 50, "save_every": 1000}
+TRAINING: dict[str, Any] = {
+    "num_layers": 4,
+    "num_draft_tokens": 8,
+    "init": "random",
+    "batch_size": 64,
+    "log_every": 50,
+    "save_every": 1000,
+}
+REPLAYED_DEPTHS = (3, 5, 7)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,6 +113,8 @@ def write_answers(target: HFTarget, arguments: argparse.Namespace) -> None:
 
 def train(target: HFTarget, arguments: argparse.Namespace) -> None:
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
+    if "from_drafter" in given:
+        given["from_drafter"] = Path(given["from_drafter"])
     config = TrainConfig(
         data=arguments.work / "data",
         held_out=arguments.work / "data" / "held_out",
@@ -124,7 +134,9 @@ def replay_sets(target: HFTarget, arguments: argparse.Namespace) -> None:
     for path in [*sorted(arguments.work.glob("answers-*")), arguments.work / "data" / "held_out"]:
         limits = {"max_length": target.max_length, "vocab_size": target.vocab_size}
         rows = read_conversations(path, target.tokenizer, **limits).conversations
-        for num_draft_tokens in (3, 5, 7):
+        for num_draft_tokens in REPLAYED_DEPTHS:
+            if num_draft_tokens > (drafter.config.num_draft_tokens or num_draft_tokens):
+                continue
             result = replay(target, drafter, rows, num_draft_tokens)
             shares = " ".join(f"{share:.3f}" for share in result.per_position)
             name = f"{path.name} K={num_draft_tokens}"

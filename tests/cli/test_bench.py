@@ -47,6 +47,14 @@ def test_the_document_is_the_last_line_of_stdout_and_has_every_cell(bench):
     assert {"command", "commit", "versions", "hardware"} <= document["provenance"].keys()
 
 
+def test_depths_beyond_a_drafters_training_are_left_out_and_said(bench, peagle, on_models, prompts):
+    result = bench("--json", "--num-draft-tokens", "2,99", "--methods", "p-eagle", "--concurrency", 1)
+    assert [cell["num_draft_tokens"] for cell in result.json["cells"]] == [2]
+    assert "p-eagle is left out at 99 draft tokens" in result.err
+    refused = peagle("bench", "--prompts", prompts, "--num-draft-tokens", 99, *on_models)
+    assert refused.status == 2 and "the depth it was trained for" in refused.err
+
+
 def test_several_prompt_files_are_one_workload(bench, prompts, tmp_path):
     (tmp_path / "more.txt").write_text("one more\n")
     document = bench("--json", "--prompts", f"{prompts},{tmp_path / 'more.txt'}", "--limit", 2).json

@@ -6,6 +6,7 @@ decoding's; with --anchors beside transformers itself, with --dummy against the 
 """
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
 
+log = logging.getLogger(__name__)
+
 METHODS = (PLAIN, "eagle3", "p-eagle")
 DEFAULT_METHODS = (PLAIN, "p-eagle")
 TABLE_WIDTH = 170
@@ -56,7 +59,7 @@ class Arguments:
     methods: Names = DEFAULT_METHODS
     """among none (plain decoding), eagle3 and p-eagle"""
     num_draft_tokens: Numbers | None = None
-    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer"""
+    """draft tokens a step, as far as a method's drafter was trained for them; by default 7, or what it was trained for"""
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
     num_requests: int | None = None
@@ -185,13 +188,7 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
     prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
-    depths = {
-        method: arguments.num_draft_tokens or (drafter.config.usual_num_draft_tokens,)
-        for method, drafter in drafters.items()
-    }
-    for method, drafter in drafters.items():
-        for depth in depths[method]:
-            drafter.check_num_draft_tokens(depth)
+    depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
     num_anchors = len(arguments.anchor_methods) * len(arguments.concurrency) if arguments.anchors else 0
 
@@ -252,6 +249,26 @@ def eagle3_drafter(arguments: Arguments) -> str | None:
             if drafter.where != "package" or shipped.is_dir():
                 return str(shipped) if drafter.where == "package" else drafter.source
     return None
+
+
+def depths_of(drafter: "Drafter", wanted: Numbers | None) -> Numbers:
+    """The numbers of draft tokens to measure a drafter with: those of `wanted` that it was trained for.
+
+    Drafters of one sweep may be trained to different depths; one that reaches none of them is refused.
+    """
+    if wanted is None:
+        return (drafter.config.usual_num_draft_tokens,)
+    drafter.check_num_draft_tokens(min(wanted))
+    deepest = drafter.config.num_draft_tokens or max(wanted)
+    too_deep = [depth for depth in wanted if depth > deepest]
+    if too_deep:
+        log.info(
+            "%s is left out at %s draft tokens: its drafter was trained for %d",
+            drafter.config.method,
+            ", ".join(map(str, too_deep)),
+            deepest,
+        )
+    return tuple(depth for depth in wanted if depth <= deepest)
 
 
 def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafter"]:
