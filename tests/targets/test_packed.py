@@ -1,3 +1,4 @@
+import functools
 import logging
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
 
 from families import BASE, FAMILIES, family_target
 from peagle.errors import TargetError
+from peagle.kernels.compiler import compiled
 from peagle.targets import packed as packed_module
 from peagle.targets.hf import HFTarget
 from peagle.targets.packed import BLOCK, NARROWEST, PackedRows, PackedTarget, TargetHead, block_mask, packed_rows
@@ -190,7 +192,7 @@ def test_documents_of_a_packed_row_run_as_if_each_were_alone_on_a_gpu(
     monkeypatch.setitem(BASE, "head_dim", NARROWEST)
     target = family_target(family)
     target.model.to("cuda")
-    packed = PackedTarget(target, (lambda function: torch.compile(function, dynamic=False)) if compiles else None)
+    packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)
     draw = torch.Generator().manual_seed(1)
     lengths = ((150, 3, 147), (90, 100, 80))
     token_ids, document, position = (torch.full((2, 300), fill) for fill in (0, -1, 0))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from packed import conversation, conversations, packed_batch
 from peagle.drafter.slots import Slots, training_slots, visible
+from peagle.kernels.compiler import compiled
 from peagle.training import attention
 from peagle.training.attention import attend, block_mask, blocks_seen, dense_mask
 
@@ -121,7 +122,7 @@ def test_blocks_of_other_documents_and_other_chains_are_skipped():
 def test_flex_attention_over_blocks_equals_masked_attention(num_partitions, compiles):
     batch = packed_batch(max_length=200, num_partitions=num_partitions, rows=conversations(20, 20, 120))
     chance = torch.Generator().manual_seed(0)
-    flex, look = (torch.compile(part, dynamic=False) if compiles else part for part in (attend, blocks_seen))
+    flex, look = (compiled(part, dynamic=False) if compiles else part for part in (attend, blocks_seen))
     for segment, _ in batch.parts:
         num_context = 200 if num_partitions > 1 else 0
         num_slots = segment.slots.anchor_BS.shape[1]

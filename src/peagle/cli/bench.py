@@ -59,7 +59,8 @@ class Arguments:
     methods: Names = DEFAULT_METHODS
     """among none (plain decoding), eagle3 and p-eagle"""
     num_draft_tokens: Numbers | None = None
-    """draft tokens a step, as far as a method's drafter was trained for them; by default 7, or what it was trained for"""
+    """draft tokens a step, as far as the method's drafter was trained for them; by default 7, or fewer where it was
+    trained for fewer"""
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
     num_requests: int | None = None

@@ -9,6 +9,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from peagle.kernels import skinny_linear
+from peagle.kernels.compiler import compiled
 from peagle.kernels.skinny_linear import join_sums
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class Captures:
 
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for any batch size at once. Variants of one function (0, 1 or more rows, kinds of layers) are few."""
-    return torch.compile(function, dynamic=True)
+    return compiled(function, dynamic=True)
 
 
 class JoinSums(CustomGraphPass):

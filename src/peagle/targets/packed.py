@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peagle.errors import TargetError
+from peagle.kernels.compiler import compiled
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import HARMLESS
 
@@ -277,7 +278,7 @@ def _attend_packed(
 @functools.cache
 def _compiled_attention() -> Callable[..., Any]:
     """FlexAttention for layers that are not compiled themselves: as it is, it would compute all scores."""
-    return torch.compile(flex_attention, dynamic=False)
+    return compiled(flex_attention, dynamic=False)
 
 
 def _attend_blocks(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from peagle.errors import ConfigError
+from peagle.kernels.compiler import compiled
 from peagle.targets.captured import CapturedPass
 from peagle.targets.hf import HFTarget
 from peagle.targets.packed import PackedOutput, PackedTarget, TargetHead
@@ -72,7 +73,7 @@ class OnlineFeatures:
 
     def __init__(self, target: HFTarget, *, compiles: bool | None = None, captures: bool | None = None) -> None:
         compiles = target.device.type == "cuda" if compiles is None else compiles
-        self._packed = PackedTarget(target, functools.partial(torch.compile, dynamic=False) if compiles else None)
+        self._packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)
         self._captures = (compiles and is_worth_capturing(target)) if captures is None else captures
         self._captures = self._captures and self._packed.can_pack
         self._captured: dict[torch.Size, CapturedPass[PackedOutput]] = {}
@@ -144,7 +145,7 @@ def features_for(
     directory = config.features_directory or config.output / "features"
     store = FeatureStore(directory, target, conversations, config.max_length)
     source = CachedFeatures(target, store)
-    packed = PackedTarget(target, functools.partial(torch.compile, dynamic=False) if compiles else None)
+    packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)
 
     def states_of(text: Text) -> States:
         output = packed.forward(*(tensor.to(target.device) for tensor in text))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from peagle.kernels import compiler
 from peagle.training.batches import Batch
 from peagle.training.config import TrainConfig
 
@@ -32,4 +33,4 @@ def is_compiled(config: TrainConfig, device: torch.device) -> bool:
 
 def compiled(function: Callable[..., Any], config: TrainConfig, device: torch.device) -> Callable[..., Any]:
     """`function`, compiled for fixed shapes where the settings ask for it."""
-    return torch.compile(function, dynamic=False) if is_compiled(config, device) else function
+    return compiler.compiled(function, dynamic=False) if is_compiled(config, device) else function
