@@ -161,7 +161,7 @@ CASES = {
     f"{BENCH} --methods none,none": "none,none: a value is given twice",
     f"{BENCH} --concurrency 0,8": "--concurrency must be at least 1, got 0",
     f"{BENCH} --num-requests 0": "--num-requests must be at least 1, got 0",
-    f"{BENCH} --num-draft-tokens 2,5": "between 1 and 4, the depth it was trained for, got 5",
+    f"{BENCH} --num-draft-tokens 5,6": "between 1 and 4, the depth it was trained for, got 5",
     f"{BENCH} --num-draft-tokens 0": "--num-draft-tokens must be at least 1, got 0",
     "bench --target target --prompts rows.jsonl --methods none --num-draft-tokens 2": "needs a method that drafts",
     f"{BENCH} --methods none": "--drafter is given, but --methods leaves p-eagle out",

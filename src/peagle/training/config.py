@@ -48,6 +48,9 @@ class TrainConfig:
     """start the layers from the target's last ones, or from noise"""
     loss: Literal["kl", "ce", "kl+ce"] = "kl"
     """match the target's whole distribution, its most likely token, or both (the sum)"""
+    labels: Literal["all", "reached"] = "all"
+    """p-eagle: learn from every label, or only from those a draft would be judged by: where the text between anchor and
+    label is what the target finds likeliest. The same for greedy answers; in sampled ones much of the rest is noise"""
     depth_weights: tuple[float, ...] | None = None
     """what a label of each depth counts in the loss; by default 1 at every depth"""
     retention: float = 0.8
@@ -144,6 +147,8 @@ class TrainConfig:
             raise ConfigError("norm_output is for eagle3: p-eagle carries no state on", hint="leave it out")
         if self.method == "eagle3" and self.mask_token_id is not None:
             raise ConfigError("mask_token_id is for p-eagle: eagle3 has no placeholders", hint="leave it out")
+        if self.method == "eagle3" and self.labels != "all":
+            raise ConfigError("labels is for p-eagle: eagle3 sees the text before a label", hint="leave it out")
         if self.method == "eagle3" and (self.num_partitions or 1) > 1:
             raise ConfigError("num_partitions is for p-eagle: eagle3 goes a depth at a time", hint="leave it out")
         if self.fc_norm and self.norm_before_fc:

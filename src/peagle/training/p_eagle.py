@@ -30,6 +30,7 @@ from peagle.training.labels import Labels
 from peagle.training.losses import LabelLoss
 from peagle.training.objective import compiled, is_compiled
 from peagle.training.partition import Segment
+from peagle.training.reach import num_departures, reached
 
 if TYPE_CHECKING:
     from peagle.training.features import Features
@@ -64,8 +65,11 @@ class ParallelObjective:
         leaves = tuple(part.detach().requires_grad_() for part in fused)
         with autocast():
             context = self._read_text(batch, leaves) if len(batch.parts) > 1 else []
+        departures_BT = num_departures(batch.token_ids_BT, features) if self.config.labels == "reached" else None
         results = []
         for segment, labels in reversed(batch.parts):
+            if departures_BT is not None:
+                labels = reached(labels, departures_BT)
             with autocast():
                 states_BSD, key_values = self._run(batch.token_ids_BT, leaves, segment, context)
                 # Not compiled with the norm: batches differ in the number of labels.

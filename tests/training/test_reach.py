@@ -1,0 +1,104 @@
+"""Labels that serving would never look at: found, left out, and nothing else changed."""
+
+import pytest
+import torch
+
+from packed import NUM_DRAFT_TOKENS, labels_of, packed_batch, settings
+from peagle.errors import ConfigError
+from peagle.training import reach
+from peagle.training.features import Features
+from peagle.training.p_eagle import ParallelObjective
+from peagle.training.reach import num_departures, reached
+from tiny import tiny_drafter, tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def features_that_follow(target, batch, share):
+    """Random states; the target's likeliest token is the text's next one at about `share` of the columns."""
+    chance = torch.Generator().manual_seed(3)
+    shape = batch.token_ids_BT.shape
+    aux = torch.randn(*shape, len(target.aux_layer_ids) * target.hidden_size, generator=chance, dtype=torch.float64)
+    logits = torch.randn(*shape, target.vocab_size, generator=chance, dtype=torch.float64)
+    follows = torch.rand(shape, generator=chance) < share
+    following = batch.token_ids_BT.roll(-1, 1)
+    logits.scatter_add_(-1, following[..., None], follows[..., None] * torch.tensor(20.0, dtype=torch.float64))
+    return Features(aux, logits, lambda hidden: hidden)
+
+
+def is_reached(batch, features, row, depth, judge):
+    likeliest, text = features.last_hidden_BTD[row].argmax(-1), batch.token_ids_BT[row]
+    return all(likeliest[column] == text[column + 1] for column in range(judge - depth, judge))
+
+
+def reached_only(batch, features):
+    departures = num_departures(batch.token_ids_BT, features)
+    parts = tuple(part._replace(labels=reached(part.labels, departures)) for part in batch.parts)
+    return batch._replace(parts=parts)
+
+
+def new_drafter(target):
+    drafter = tiny_drafter(target, num_layers=2, num_draft_tokens=NUM_DRAFT_TOKENS)
+    drafter._target_embedding = drafter._target_embedding.double()
+    return drafter.double().requires_grad_(True)
+
+
+def learned(drafter, batch, features, **changes):
+    loss, sums = ParallelObjective(drafter, settings(**changes)).accumulate(batch, features, batch.num_labels)
+    gradients = [parameter.grad.clone() for parameter in drafter.parameters()]
+    drafter.zero_grad()
+    return loss, sums, gradients
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+@pytest.mark.parametrize("columns_at_a_time", [7, 4096])
+def test_labels_keep_their_weight_where_the_text_before_them_is_the_likeliest(
+    target, num_partitions, columns_at_a_time, monkeypatch
+):
+    monkeypatch.setattr(reach, "COLUMNS", columns_at_a_time)
+    batch = packed_batch(num_partitions=num_partitions)
+    features = features_that_follow(target, batch, 0.6)
+    kept = reached_only(batch, features)
+    expected = [label for label in labels_of(batch) if is_reached(batch, features, label[0], *label[2:])]
+    assert labels_of(kept) == expected
+    assert 0 < len(expected) < len(labels_of(batch))
+    assert {depth for _, _, depth, _ in expected} == set(range(NUM_DRAFT_TOKENS))
+
+
+def test_what_is_learned_is_what_the_labels_that_are_left_teach(target):
+    drafter, batch = new_drafter(target), packed_batch()
+    features = features_that_follow(target, batch, 0.6)
+    loss, sums, gradients = learned(drafter, batch, features, labels="reached")
+    left = reached_only(batch, features)
+    expected = learned(drafter, left, features)
+    assert loss == expected[0] and torch.equal(sums, expected[1])
+    assert all(map(torch.equal, gradients, expected[2]))
+    every = learned(drafter, batch, features)
+    assert sums[2, 0] == every[1][2, 0], "depth 0 is always looked at"
+    assert (sums[2, 1:] < every[1][2, 1:]).all() and loss < every[0]
+
+
+def test_partitions_leave_out_the_same(target):
+    drafter = new_drafter(target)
+    whole, parts = packed_batch(), packed_batch(num_partitions=3)
+    features = features_that_follow(target, whole, 0.6)
+    one, other = (learned(drafter, batch, features, labels="reached") for batch in (whole, parts))
+    torch.testing.assert_close(one[1], other[1])
+    for left, right in zip(one[2], other[2], strict=True):
+        torch.testing.assert_close(left, right, atol=1e-10, rtol=1e-10)
+
+
+def test_in_greedy_text_every_label_is_reached(target):
+    drafter, batch = new_drafter(target), packed_batch()
+    features = features_that_follow(target, batch, 1.1)
+    every, kept = (learned(drafter, batch, features, labels=labels) for labels in ("all", "reached"))
+    assert every[0] == kept[0] and all(map(torch.equal, every[2], kept[2]))
+
+
+def test_eagle3_has_no_such_choice():
+    with pytest.raises(ConfigError) as caught:
+        settings(method="eagle3", labels="reached")
+    assert caught.value.message == "labels is for p-eagle: eagle3 sees the text before a label"
