@@ -12,11 +12,12 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import peagle
+from peagle.decoding.acceptance import Acceptance
 from peagle.sampling_params import Grammar
 
 Schema = dict[str, Any]
@@ -98,16 +99,11 @@ SUBJECTS: dict[str, tuple[Schema, str, tuple[str, ...]]] = {
 class Account:
     """What the answers to some prompts came to."""
 
+    acceptance: Acceptance
     num_prompts: int = 0
     num_fitting: int = 0
     num_tokens: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
     seconds: float = 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        return 1 + self.num_accepted / max(1, self.num_drafts)
 
     def __add__(self, other: "Account") -> "Account":
         return Account(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -117,8 +113,8 @@ class Account:
 class Comparison:
     """The same prompts in both ways."""
 
-    plain: Account = field(default_factory=Account)
-    schema: Account = field(default_factory=Account)
+    plain: Account
+    schema: Account
 
     def __add__(self, other: "Comparison") -> "Comparison":
         return Comparison(self.plain + other.plain, self.schema + other.schema)
@@ -162,20 +158,19 @@ def fits(found: Any, schema: Schema) -> bool:
 def answer(llm: peagle.LLM, messages: list[dict[str, str]], schema: Schema, params: peagle.SamplingParams) -> Account:
     started = time.perf_counter()
     (output,) = llm.chat(messages, params)
-    acceptance = output.metrics.acceptance
     return Account(
+        output.metrics.acceptance,
         num_prompts=1,
         num_fitting=int(parses_and_fits(output.text, schema)),
         num_tokens=len(output.outputs[0].token_ids),
-        num_drafts=acceptance.num_drafts,
-        num_accepted=sum(acceptance.accepted_per_position),
         seconds=time.perf_counter() - started,
     )
 
 
 def compare(llm: peagle.LLM, max_tokens: int, temperature: float) -> dict[str, Comparison]:
     """A comparison for each schema, for the prompts whose plain answers fit, and for all."""
-    found = {name: Comparison() for name in (*SUBJECTS, "plain fits", "all")}
+    nothing = Account(Acceptance(0, (0,) * llm.engine.num_draft_tokens))
+    found = {name: Comparison(nothing, nothing) for name in (*SUBJECTS, "plain fits", "all")}
     for name, (schema, example, subjects) in SUBJECTS.items():
         free = peagle.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
         held = replace(free, grammar=Grammar("json_schema", json.dumps(schema)))
@@ -204,14 +199,18 @@ def main() -> int:
     for name, each in found.items():
         plain, held = each.plain, each.schema
         print(
-            f"{name:<12}{plain.num_prompts:>7}{plain.num_fitting:>12}{plain.num_tokens:>8}{plain.acceptance_length:>6.2f}"
-            f"{held.num_fitting:>13}{held.num_tokens:>8}{held.acceptance_length:>6.2f}"
+            f"{name:<12}{plain.num_prompts:>7}"
+            f"{plain.num_fitting:>12}{plain.num_tokens:>8}{plain.acceptance.acceptance_length:>6.2f}"
+            f"{held.num_fitting:>13}{held.num_tokens:>8}{held.acceptance.acceptance_length:>6.2f}"
         )
     if options.json is not None:
         options.json.write_text(json.dumps({name: asdict(each) for name, each in found.items()}, indent=1) + "\n")
     is_held = all(each.schema.num_fitting == each.schema.num_prompts for each in found.values())
     judged = (found["all"], found["plain fits"])
-    return int(not is_held or any(each.schema.acceptance_length < each.plain.acceptance_length for each in judged))
+    is_lower = any(
+        each.schema.acceptance.acceptance_length < each.plain.acceptance.acceptance_length for each in judged
+    )
+    return int(not is_held or is_lower)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,18 @@ def start(drafter: Drafter | None, **settings: Any) -> Engine:
     return Engine(family_target("llama", seed=SEED), drafter, num_draft_tokens, EngineConfig(**settings))
 
 
-def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-    """Answer prompts together; nothing may be left behind."""
-    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Outputs by request of everything that was added; nothing may be left behind."""
     outputs: dict[str, RequestOutput] = {}
     while engine.has_work:
         outputs |= {output.request_id: output for output in engine.step()}
-    engine.check_integrity()
+        engine.check_integrity()
     assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
+    return outputs
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """Answer prompts together."""
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    outputs = run(engine)
     return [outputs[name] for name in ids]

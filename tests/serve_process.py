@@ -1,6 +1,5 @@
 """`peagle serve` as users start it: a process of its own."""
 
-import contextlib
 import os
 import re
 import subprocess
@@ -15,10 +14,10 @@ START_SECONDS = 120
 
 
 class Process:
-    """`peagle serve` as users start it."""
+    """`peagle serve` as users start it; killed at the end of a `with` if it still runs."""
 
     def __init__(self, *arguments, port=0, **environment):
-        command = [str(Path(sys.executable).with_name("peagle")), "serve", *map(str, arguments), "--port", str(port)]
+        command = [str(Path(sys.executable).with_name("peagle")), "serve", "--port", str(port), *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -42,9 +41,21 @@ class Process:
                 self._listening.set()
         self._listening.set()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        if not self.process.stderr.closed:
+            self.end()
+
     def wait_ready(self):
+        return self.wait_for(200)
+
+    def wait_for(self, status):
         deadline = time.monotonic() + START_SECONDS
-        while httpx.get(f"{self.url}/ping").status_code != 200:
+        while httpx.get(f"{self.url}/ping").status_code != status:
             assert time.monotonic() < deadline and self.process.poll() is None, self.lines
             time.sleep(0.05)
         return self
@@ -55,15 +66,3 @@ class Process:
         self.process.stdout.close()
         self.process.stderr.close()
         return status
-
-
-@contextlib.contextmanager
-def process(*arguments, **options):
-    found = Process(*arguments, **options)
-    try:
-        yield found
-    finally:
-        if found.process.poll() is None:
-            found.process.kill()
-        if not found.process.stderr.closed:
-            found.end()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.create import config_for_target, create_drafter
-from peagle.drafter.drafting import Choose, Draft
+from peagle.drafter.drafting import Draft
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -81,14 +81,7 @@ class ScriptedSession:
     right_up_to: int
     num_anchors: int = 0
 
-    def draft(
-        self,
-        token_ids: list[int],
-        aux_hidden_TA: Tensor,
-        num_draft_tokens: int,
-        choose: Choose | None = None,
-        temperature: float = 1.0,
-    ) -> Draft:
+    def draft(self, token_ids: list[int], aux_hidden_TA: Tensor, num_draft_tokens: int) -> Draft:
         assert len(aux_hidden_TA) == len(token_ids) - 1, "every new token but the newest comes with its state"
         self.num_anchors += len(token_ids) - 1
         start = self.num_anchors + 1

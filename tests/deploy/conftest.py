@@ -1,7 +1,6 @@
 """AWS's stand-ins: a moto server for the control plane, a router for the runtime, and a real server behind it."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from botocore.loaders import Loader
 
 from cli_models import write_models
-from peagle.cli.main import run
+from command_line import peagle as peagle
 from peagle.deploy.sagemaker.aws import Aws
 from sagemaker_runtime import REGION, SECRET, routing
 from serving import running
@@ -199,28 +198,3 @@ def aws(stand_ins: Cloud) -> Iterator[Aws]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories `target` and `drafter`, the latter in the compact form, for at most 4 draft tokens."""
     return write_models(tmp_path_factory.mktemp("models"))
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """The document on the last line of stdout."""
-        return json.loads(self.out.splitlines()[-1])
-
-
-@pytest.fixture
-def peagle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Run one command line; what it printed is taken apart into stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*argv: object) -> Result:
-        capsys.readouterr()
-        status = run([str(word) for word in argv])
-        return Result(status, *capsys.readouterr())
-
-    return call

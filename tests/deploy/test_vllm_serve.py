@@ -1,15 +1,10 @@
 """`peagle serve --engine vllm` as users start it, with a stub in vLLM's place: start, crash, drain, no orphans."""
 
-import contextlib
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import openai
@@ -22,9 +17,9 @@ from peagle.cli.serve_vllm import check_settings, launch_of
 from peagle.deploy.vllm import Installed
 from peagle.deploy.vllm_models import Models
 from peagle.errors import ConfigError
+from serve_process import START_SECONDS, Process
 from stub_vllm import are_gone, stub_python
 
-START_SECONDS = 90
 BODY = {"prompt": "slow", "max_tokens": 8}
 
 
@@ -38,68 +33,27 @@ def python(tmp_path_factory):
     return stub_python(tmp_path_factory.mktemp("stub"))
 
 
-class Process:
+class StubbedProcess(Process):
+    """With a stub for vLLM, which is told how to behave and writes down how it was started."""
+
     def __init__(self, models, python, tmp_path, *more, **stub):
         self.report = tmp_path / "report.json"
-        words = ["serve", models / "target", "--engine", "vllm", "--drafter", models / "drafter", "--port", "0"]
-        environment = os.environ | {
-            "PEAGLE_VLLM_PYTHON": str(python),
-            "PEAGLE_CACHE": str(tmp_path / "cache"),
-            "STUB_VLLM": json.dumps({"report": str(self.report)} | stub),
-            "OMP_NUM_THREADS": "1",
-        }
-        peagle = Path(sys.executable).with_name("peagle")
-        self.process = subprocess.Popen(
-            [str(word) for word in (peagle, *words, *more)], stderr=subprocess.PIPE, text=True, env=environment
+        words = (models / "target", "--engine", "vllm", "--drafter", models / "drafter", *more)
+        super().__init__(
+            *words,
+            PEAGLE_VLLM_PYTHON=str(python),
+            PEAGLE_CACHE=str(tmp_path / "cache"),
+            STUB_VLLM=json.dumps({"report": str(self.report)} | stub),
         )
-        self.lines, self.url = [], None
-        self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        assert self._listening.wait(START_SECONDS) and self.url, self.lines
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-            found = re.match(r"listening on (http://\S+?)(,|$)", line)
-            if found:
-                self.url = found[1]
-                self._listening.set()
-        self._listening.set()
-
-    def wait_for(self, status):
-        deadline = time.monotonic() + START_SECONDS
-        while httpx.get(f"{self.url}/ping").status_code != status:
-            assert time.monotonic() < deadline and self.process.poll() is None, self.lines
-            time.sleep(0.05)
-        return self
 
     def pids(self):
         return json.loads(self.report.read_text())["pids"]
-
-    def end(self, seconds=60):
-        status = self.process.wait(seconds)
-        self._reader.join(10)
-        self.process.stderr.close()
-        return status
-
-
-@contextlib.contextmanager
-def process(*arguments, **options):
-    found = Process(*arguments, **options)
-    try:
-        yield found
-    finally:
-        if found.process.poll() is None:
-            found.process.kill()
-        if not found.process.stderr.closed:
-            found.end()
 
 
 @pytest.mark.slow
 def test_it_starts_answers_outlives_a_crash_of_vllm_and_leaves_no_orphans(models, python, tmp_path):
     words = ["--num-draft-tokens", "3", "--max-batch", "8", "--", "--kv-cache-dtype", "fp8"]
-    with process(models, python, tmp_path, *words) as found:
+    with StubbedProcess(models, python, tmp_path, *words) as found:
         found.wait_for(200)
         seen = json.loads(found.report.read_text())["words"]
         config = json.loads(seen[seen.index("--speculative-config") + 1])
@@ -129,7 +83,7 @@ def test_sigterm_lets_accepted_requests_finish_and_ends_vllm(models, python, tmp
     monkeypatch.setenv("SM_VLLM_KV_CACHE_DTYPE", "fp8")
     monkeypatch.setenv("SM_VLLM_TENSOR_PARALLEL_SIZE", "2")
     monkeypatch.setenv("SM_VLLM_API_KEY", "sk-of-a-client")
-    with process(models, python, tmp_path, "--num-draft-tokens", "0") as found:
+    with StubbedProcess(models, python, tmp_path, "--num-draft-tokens", "0") as found:
         found.url = found.url.replace("0.0.0.0", "127.0.0.1")
         found.wait_for(200)
         seen, answers = json.loads(found.report.read_text()), []
@@ -151,7 +105,7 @@ def test_sigterm_lets_accepted_requests_finish_and_ends_vllm(models, python, tmp
 
 @pytest.mark.slow
 def test_sigterm_while_vllm_starts_ends_it_too(models, python, tmp_path):
-    with process(models, python, tmp_path, "--num-draft-tokens", "0", start_seconds=60) as found:
+    with StubbedProcess(models, python, tmp_path, "--num-draft-tokens", "0", start_seconds=60) as found:
         deadline = time.monotonic() + START_SECONDS
         while not found.report.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -166,7 +120,7 @@ def test_sigterm_while_vllm_starts_ends_it_too(models, python, tmp_path):
 @pytest.mark.slow
 def test_a_vllm_that_fails_to_start_ends_the_process_with_its_last_lines(models, python, tmp_path):
     fail = "ValueError: No available memory for the cache blocks."
-    with process(models, python, tmp_path, "--num-draft-tokens", "0", fail=fail) as found:
+    with StubbedProcess(models, python, tmp_path, "--num-draft-tokens", "0", fail=fail) as found:
         assert found.end() == 2
     text = "\n".join(found.lines)
     assert "error: vLLM 0.32.0 ended with status 1 before it was ready; its last lines:\n  ValueError" in text

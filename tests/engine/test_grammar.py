@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from engine_runs import NUM_DRAFT_TOKENS, SEED, answer, serve, start
+from engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
 from families import family_target, sequential, trained_drafter
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import decode
@@ -41,11 +40,6 @@ GRAMMARS = (
     Grammar("regex", r"[a-c]{2,5}-(the user|the aster)[0-9]+x"),
     None,
 )
-
-
-@pytest.fixture(scope="module")
-def target() -> HFTarget:
-    return family_target("llama", seed=SEED)
 
 
 def wishes(index: int) -> SamplingParams:
@@ -90,13 +84,6 @@ def drafter(target: HFTarget) -> Drafter:
     free = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = [[*prompt, *reference(target, prompt, free)] for prompt in PROMPTS]
     return trained_drafter(target, texts, num_steps=120)
-
-
-@pytest.fixture
-def engine(drafter: Drafter) -> Iterator[Engine]:
-    engine = start(drafter, page_size=4)
-    yield engine
-    engine.close()
 
 
 def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_drafts(

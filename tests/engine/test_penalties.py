@@ -3,15 +3,14 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from engine_runs import NUM_DRAFT_TOKENS, SEED, answer, serve, start
-from families import family_target, sequential, trained_drafter
+from engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
+from families import sequential, trained_drafter
 from peagle.decoding.adjusting import adjusted_logits
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -24,11 +23,6 @@ from peagle.targets.hf import HFTarget
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(24)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
 PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target() -> HFTarget:
-    return family_target("llama", seed=SEED)
 
 
 def wishes(index: int) -> SamplingParams:
@@ -62,13 +56,6 @@ def drafter(target: HFTarget, expected: list[tuple[int, ...]]) -> Drafter:
     """Trained on the very answers, so that drafts are often right where penalties matter."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=200)
-
-
-@pytest.fixture
-def engine(drafter: Drafter) -> Iterator[Engine]:
-    engine = start(drafter, page_size=4)
-    yield engine
-    engine.close()
 
 
 def test_drafts_change_nothing_in_the_reference_decoder(

@@ -1,19 +1,18 @@
 """Log-probabilities of prompts: those of the target's own forward, in pieces, beside others, and after a preemption."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from engine_runs import SEED, answer, start
-from families import family_target, trained_drafter
+from engine_runs import answer, run, start
+from families import trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine import scheduler as scheduler_module
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import RequestOutput, TokenLogprobs, Update
+from peagle.engine.outputs import TokenLogprobs, Update
 from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
@@ -26,30 +25,9 @@ TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 21, "prefill_tokens": 12
 
 
 @pytest.fixture(scope="module")
-def target() -> HFTarget:
-    return family_target("llama", seed=SEED)
-
-
-@pytest.fixture(scope="module")
 def drafter(target: HFTarget) -> Drafter:
     texts = [[*prompt, *answer(target, prompt, PLAIN)] for prompt in PROMPTS]
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=80)
-
-
-@pytest.fixture
-def engine(drafter: Drafter) -> Iterator[Engine]:
-    engine = start(drafter, page_size=4)
-    yield engine
-    engine.close()
-
-
-def run(engine: Engine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
-        engine.check_integrity()
-    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
-    return outputs
 
 
 def check(found: tuple[TokenLogprobs | None, ...] | None, target: HFTarget, prompt: list[int], num_top: int) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_runs import NUM_DRAFT_TOKENS, SEED, start
-from families import family_target, sequential, trained_drafter
+from engine_runs import NUM_DRAFT_TOKENS, run, start
+from families import sequential, trained_drafter
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import RequestOutput, Update
+from peagle.engine.outputs import Update
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 
@@ -31,12 +31,6 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def target() -> HFTarget:
-    """For the reference decoder; engines have the same weights, as a target that is lent answers to nobody else."""
-    return family_target("llama", seed=SEED)
-
-
-@pytest.fixture(scope="module")
 def drafter(target: HFTarget) -> Drafter:
     """Trained on greedy answers to the very prompts, so that whole drafts are often accepted."""
     texts = [[*prompt, *expected(target, prompt, greedy(30)).token_ids] for prompt in PROMPTS[:16]]
@@ -51,15 +45,6 @@ def expected(target: HFTarget, prompt: list[int], params: SamplingParams, **draf
     steps = list(decode(target, prompt, replace(params, num_draft_tokens=None, logprobs=None), **drafting))
     tokens = tuple(token for step in steps for token in step.token_ids)
     return Answer(tokens, "".join(step.text for step in steps), steps[-1].finish_reason)
-
-
-def run(engine: Engine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_work:
-        outputs |= {output.request_id: output for output in engine.step()}
-    engine.check_integrity()
-    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
-    return outputs
 
 
 def answers(

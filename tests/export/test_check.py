@@ -21,6 +21,7 @@ from peagle.decoding.reference import decode
 from peagle.drafter.card import CARD_NAME, read_card
 from peagle.drafter.checkpoint import load_drafter, save_drafter
 from peagle.drafter.evidence import record
+from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
 from peagle.export import vllm
 from peagle.export.card import card_of
@@ -68,12 +69,6 @@ def shifted_aux_ids(directory: Path) -> None:
     ids = json.loads((directory / CONFIG).read_text())["eagle_aux_hidden_state_layer_ids"]
     set_config(eagle_aux_hidden_state_layer_ids=[index + 1 for index in ids])(directory)
     edit_json(directory / CARD_NAME, lambda card: card.update(aux_layer_ids=[index + 1 for index in ids]))
-
-
-def half_precision(directory: Path) -> None:
-    edit_tensors(
-        directory, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items() if v.is_floating_point()})
-    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +137,12 @@ def copy(source: Path, destination: Path) -> Path:
     return destination
 
 
+def save_with_evidence(drafter: Drafter, target: HFTarget, directory: Path, *, full: bool = True) -> Path:
+    card = dataclasses.replace(card_of(drafter, target), evidence=record(target, drafter, decode))
+    save_drafter(drafter, directory, card, full=full, dtype=torch.float32)
+    return directory
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_broken_thing_fails_with_its_cause(
@@ -189,10 +190,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[HFTarget, Path]:
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab_size=96)
     drafter.d2t.copy_(torch.arange(96))  # every second token
-    card = dataclasses.replace(card_of(drafter, target), evidence=record(target, drafter, decode))
-    directory = tmp_path_factory.mktemp("tiny") / "drafter"
-    save_drafter(drafter, directory, card, full=True, dtype=torch.float32)
-    return target, directory
+    return target, save_with_evidence(drafter, target, tmp_path_factory.mktemp("tiny") / "drafter")
+
+
+@pytest.fixture
+def copied(tiny: tuple[HFTarget, Path], tmp_path: Path) -> tuple[HFTarget, Path]:
+    """The same, to be broken."""
+    target, source = tiny
+    return target, copy(source, tmp_path / "drafter")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -211,9 +216,8 @@ def test_a_small_vocabulary_passes(engine: str, tiny: tuple[HFTarget, Path]) -> 
         (lambda d2t: d2t + 1, "d2t has other values", "another drafter"),
     ],
 )
-def test_a_wrong_vocabulary_table_fails_with_its_cause(engine, change, found, cause, tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_a_wrong_vocabulary_table_fails_with_its_cause(engine, change, found, cause, copied) -> None:
+    target, directory = copied
     edit_tensors(directory, lambda tensors: tensors.update(d2t=change(tensors["d2t"])))
     check = "tensors" if engine == "native" else "tensors in vLLM"
     assert_failed(Gate(directory, target, engine).run(), check, found, cause)
@@ -247,9 +251,8 @@ def test_a_wrong_vocabulary_table_fails_with_its_cause(engine, change, found, ca
         ),
     ],
 )
-def test_what_vllm_would_refuse_or_take_wrongly_is_named(damage, check, found, cause, tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_what_vllm_would_refuse_or_take_wrongly_is_named(damage, check, found, cause, copied) -> None:
+    target, directory = copied
     edit_tensors(directory, damage)
     assert_failed(Gate(directory, target, "vllm").run(), check, found, cause)
 
@@ -266,9 +269,8 @@ def test_what_vllm_would_refuse_or_take_wrongly_is_named(damage, check, found, c
         ({"max_position_embeddings": 1024}, None, ""),
     ],
 )
-def test_vllms_own_reading_of_the_config_decides(changes, check, found, tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_vllms_own_reading_of_the_config_decides(changes, check, found, copied) -> None:
+    target, directory = copied
     edit_json(directory / CONFIG, lambda values: values.update(changes))
     verdict = Gate(directory, target, "vllm", measure=as_on_card(directory)).run()
     if check is None:
@@ -287,10 +289,11 @@ def as_on_card(directory: Path) -> Callable[..., Acceptance]:
     return lambda *_: Acceptance(recorded.num_drafts, recorded.accepted_per_position)
 
 
-def test_a_copy_in_float16_is_left_to_the_logits_but_zeros_are_not(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
-    half_precision(directory)
+def test_a_copy_in_float16_is_left_to_the_logits_but_zeros_are_not(copied) -> None:
+    target, directory = copied
+    edit_tensors(
+        directory, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items() if v.is_floating_point()})
+    )
     verdict = Gate(directory, target, "native", measure=as_on_card(directory)).run()
     assert verdict.passed, verdict.failure
     assert "are left to the logits" in next(check.found for check in verdict.checks if check.name == "tensors")
@@ -298,9 +301,8 @@ def test_a_copy_in_float16_is_left_to_the_logits_but_zeros_are_not(tiny, tmp_pat
     assert_failed(Gate(directory, target, "native").run(), "tensors", "mask_hidden is all zeros", "was zeroed")
 
 
-def test_logits_notice_what_config_and_fingerprints_do_not(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_logits_notice_what_config_and_fingerprints_do_not(copied) -> None:
+    target, directory = copied
     set_config(norm_before_residual=True)(directory)
     edit_json(directory / CARD_NAME, lambda card: card["evidence"]["config"].update(norm_before_residual=True))
     verdict = Gate(directory, target, "native").run()
@@ -311,9 +313,8 @@ def test_logits_notice_what_config_and_fingerprints_do_not(tiny, tmp_path) -> No
     ("accepted", "found"),
     [((20, 0, 0, 0), "at position 0 0.200 of the drafts are accepted"), ((0, 0, 0, 0), "no draft token was accepted")],
 )
-def test_acceptance_of_the_engine_is_compared_with_the_card(accepted, found, tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_acceptance_of_the_engine_is_compared_with_the_card(accepted, found, copied) -> None:
+    target, directory = copied
     figures = {"num_drafts": 100, "accepted_per_position": [30, 10, 0, 0]}
     edit_json(directory / CARD_NAME, lambda card: card["evidence"]["acceptance"].update(figures))
     assert Gate(directory, target, "native", measure=sometimes_right).run().passed
@@ -321,9 +322,8 @@ def test_acceptance_of_the_engine_is_compared_with_the_card(accepted, found, tin
     assert_failed(verdict, "acceptance", found, "")
 
 
-def test_a_drafter_without_evidence_gets_the_checks_that_are_possible(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_a_drafter_without_evidence_gets_the_checks_that_are_possible(copied) -> None:
+    target, directory = copied
     edit_json(directory / CARD_NAME, lambda card: card.update(evidence=None))
     verdict = Gate(directory, target, "native", measure=sometimes_right).run()
     assert verdict.passed and verdict.unchecked == ["card", "config", "tensors", "logits by depth", "acceptance"]
@@ -334,23 +334,17 @@ def test_a_drafter_without_evidence_gets_the_checks_that_are_possible(tiny, tmp_
     assert_failed(Gate(directory, target, "native").run(), "tensors", "mask_hidden is all zeros", "was zeroed")
 
 
-def test_absolute_ids_are_recognized_without_evidence_too(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_absolute_ids_are_recognized_without_evidence_too(copied) -> None:
+    target, directory = copied
     (directory / CARD_NAME).unlink()
-    ids = torch.arange(96) * 3
-    edit_tensors(directory, lambda tensors: tensors.update(d2t=ids))
+    edit_tensors(directory, lambda tensors: tensors.update(d2t=torch.arange(96) * 3))
     assert_failed(Gate(directory, target, "vllm").run(), "tensors in vLLM", "absolute target ids", "subtract the index")
 
 
-def test_figures_for_other_prompts_still_show_a_collapse(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
-
-    def promise(card: dict[str, Any]) -> None:
-        card.update(evidence=None, acceptance={"mt_bench": {"acceptance_length": 3.0}})
-
-    edit_json(directory / CARD_NAME, promise)
+def test_figures_for_other_prompts_still_show_a_collapse(copied) -> None:
+    target, directory = copied
+    promised = {"mt_bench": {"acceptance_length": 3.0}}
+    edit_json(directory / CARD_NAME, lambda card: card.update(evidence=None, acceptance=promised))
     verdict = Gate(directory, target, "native", measure=sometimes_right).run()
     assert_failed(verdict, "acceptance", "the lowest acceptance length on the card is 3.000", "aux layers, norms")
 
@@ -360,15 +354,13 @@ def test_another_target_fails_and_may_be_allowed(tiny) -> None:
     stranger = tiny_target(seed=7)
     verdict = Gate(directory, stranger, "native").run()
     assert_failed(verdict, "target weights", "not those it was trained on", "another revision")
-    allowed = Gate(directory, stranger, "native", allow_mismatch=True, measure=sometimes_right)
-    verdict = allowed.run()
+    verdict = Gate(directory, stranger, "native", allow_mismatch=True, measure=sometimes_right).run()
     assert [check.name for check in verdict.checks if check.status == "warning"] == ["target weights"]
     assert {"logits by depth", "acceptance"} <= set(verdict.unchecked), "another target's figures are not compared"
 
 
-def test_evidence_is_added_once_and_does_not_vouch_for_other_weights(tiny, tmp_path) -> None:
-    target, source = tiny
-    directory = copy(source, tmp_path / "drafter")
+def test_evidence_is_added_once_and_does_not_vouch_for_other_weights(copied) -> None:
+    target, directory = copied
     before = read_card(directory).evidence
     edit_json(directory / CARD_NAME, lambda card: card.update(evidence=None))
     assert record_evidence(directory, target).evidence == before
@@ -386,20 +378,17 @@ def test_evidence_is_added_once_and_does_not_vouch_for_other_weights(tiny, tmp_p
 def test_an_eagle3_drafter_has_evidence_of_its_own_chain(tmp_path) -> None:
     target = tiny_target()
     drafter = tiny_drafter(target, parallel=False, mask_token_id=None)
-    card = dataclasses.replace(card_of(drafter, target), evidence=record(target, drafter, decode))
-    save_drafter(drafter, tmp_path / "drafter", card, full=True, dtype=torch.float32)
+    directory = save_with_evidence(drafter, target, tmp_path / "drafter")
     for engine in ENGINES:
-        verdict = Gate(tmp_path / "drafter", target, engine, measure=as_on_card(tmp_path / "drafter")).run()
+        verdict = Gate(directory, target, engine, measure=as_on_card(directory)).run()
         assert verdict.passed, verdict.failure
-    set_config(norm_output=True)(tmp_path / "drafter")
-    assert_failed(Gate(tmp_path / "drafter", target, "vllm").run(), "config in vLLM", "norm_output is True", "flipped")
+    set_config(norm_output=True)(directory)
+    assert_failed(Gate(directory, target, "vllm").run(), "config in vLLM", "norm_output is True", "flipped")
 
 
 def test_a_target_too_short_for_our_prompts_is_said_and_not_compared(tmp_path) -> None:
     target = tiny_target(max_position_embeddings=48)
-    drafter = tiny_drafter(target)
-    card = dataclasses.replace(card_of(drafter, target), evidence=record(target, drafter, decode))
-    save_drafter(drafter, tmp_path / "drafter", card, full=False, dtype=torch.float32)
-    verdict = Gate(tmp_path / "drafter", target, "native").run()
+    directory = save_with_evidence(tiny_drafter(target), target, tmp_path / "drafter", full=False)
+    verdict = Gate(directory, target, "native").run()
     assert verdict.passed and verdict.unchecked == ["logits by depth", "acceptance"]
     assert "none of our prompts fits into the target's 48 tokens" in verdict.checks[-1].found

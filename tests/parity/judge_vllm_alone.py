@@ -19,17 +19,7 @@ def main() -> None:
     def start_engine(target: str, drafter: str, num_draft_tokens: int, max_model_len: int, parallel: bool) -> Any:
         from vllm import LLM
 
-        engine = LLM(
-            model=drafter,
-            dtype="float32",
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            max_model_len=max_model_len,
-            max_num_seqs=1,
-            seed=0,
-            disable_log_stats=False,
-            per_request_spec_decode_metrics="detailed",
-        )
+        engine = LLM(**judge.ENGINE_OPTIONS, model=drafter, max_model_len=max_model_len)
         config = engine.llm_engine.vllm_config
         assert config.model_config.model == target, f"vLLM serves {config.model_config.model}, not {target}"
         assert config.speculative_config.num_speculative_tokens == num_draft_tokens, "vLLM drafts another number"

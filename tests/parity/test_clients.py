@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_process import Process, process
+from serve_process import Process
 from tiny import CHATML, tiny_target, write_drafter, write_target
 
 pytestmark = pytest.mark.parity
@@ -60,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(models: Path) -> Iterator[Process]:
     names = ("--served-model-name", "tiny", "--num-draft-tokens", 4, "--max-length", 500, "--max-batch", 4)
-    with process(models / "target", "--drafter", models / "drafter", *names) as found:
+    with Process(models / "target", "--drafter", models / "drafter", *names) as found:
         yield found.wait_ready()
 
 

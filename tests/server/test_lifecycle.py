@@ -15,7 +15,7 @@ import pytest
 from peagle.errors import ConfigError
 from peagle.server.lifecycle import bind
 from peagle.server.settings import ServerSettings
-from serve_process import process
+from serve_process import Process
 from serving import running, tiny_llm
 from tiny import tiny_target, write_target
 
@@ -73,7 +73,7 @@ def test_a_busy_port_is_found_out_before_anything_is_loaded():
 
 
 def test_a_target_that_cannot_be_loaded_ends_the_process_with_its_error(tmp_path):
-    with process(tmp_path / "nothing") as found:
+    with Process(tmp_path / "nothing") as found:
         assert found.end() == 2
     assert any(line.startswith("error: ") and "nothing" in line for line in found.lines), found.lines
     assert any(line.startswith("hint: ") for line in found.lines) and not any(
@@ -83,7 +83,7 @@ def test_a_target_that_cannot_be_loaded_ends_the_process_with_its_error(tmp_path
 
 @pytest.mark.slow
 def test_sigterm_lets_accepted_requests_finish_and_the_status_is_0(model):
-    with process(model, "--max-batch", "2") as found:
+    with Process(model, "--max-batch", "2") as found:
         found.wait_ready()
         answers = []
 
@@ -114,7 +114,7 @@ def test_sigterm_lets_accepted_requests_finish_and_the_status_is_0(model):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(model):
-    with process(model, "--max-length", "500") as found:
+    with Process(model, "--max-length", "500") as found:
         found.wait_ready()
         body = BODY | {"max_tokens": 490, "n": 8}
 
@@ -146,7 +146,7 @@ def test_clients_outlive_kill_9_and_a_restart(model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with process(model, port=port) as first:
+    with Process(model, port=port) as first:
         first.wait_ready()
         client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=60)
         ask = {"model": "", "prompt": "the", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -164,7 +164,7 @@ def test_clients_outlive_kill_9_and_a_restart(model):
             time.sleep(0.01)
         first.process.kill()
         first.end()
-        with process(model, port=port) as second:
+        with Process(model, port=port) as second:
             for thread in threads:
                 thread.join(120)
             second.process.send_signal(signal.SIGTERM)
@@ -178,7 +178,7 @@ def test_sagemaker_s_environment_starts_the_same_server(model, tmp_path):
     root = tmp_path / "ml"
     root.mkdir()
     (root / "model").symlink_to(model)
-    with process(
+    with Process(
         PEAGLE_ML_ROOT=str(root), SM_VLLM_SERVED_MODEL_NAME="mine", SM_VLLM_API_KEY="key", SM_VLLM_KV_CACHE_DTYPE="fp8"
     ) as found:
         assert found.url.startswith("http://0.0.0.0:")

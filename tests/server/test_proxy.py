@@ -16,9 +16,9 @@ from peagle.deploy.vllm import Command
 from peagle.deploy.vllm_process import VllmProcess, find_vllm
 from peagle.server.auth import ApiKeys
 from peagle.server.lifecycle import Lifecycle, Server, bind
+from peagle.server.metrics import MIN_WINDOW_DRAFTS
 from peagle.server.proxy import ProxyService, create_proxy_app
 from peagle.server.proxy_bodies import Served
-from peagle.server.proxy_metrics import MIN_WINDOW_DRAFTS
 from peagle.server.settings import ServerSettings
 from stub_vllm import stub_python
 
@@ -336,16 +336,21 @@ def test_a_process_that_no_longer_answers_its_health_check_is_not_ready(python, 
     assert "does not answer its health check" in caplog.text and "answers its health check again" in caplog.text
 
 
+def ask_slowly(proxy, max_tokens):
+    """Returns when the request is in flight; its answer is in the list when the thread has ended."""
+    answers, body = [], {"prompt": "slow", "max_tokens": max_tokens}
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=30))
+    )
+    thread.start()
+    while not proxy.lifecycle.num_in_flight:
+        time.sleep(0.01)
+    return thread, answers
+
+
 def test_drain_lets_answers_finish_and_then_ends_the_engine(python):
-    answers = []
     with running(python) as proxy:
-        body = {"prompt": "slow", "max_tokens": 5}
-        thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=30))
-        )
-        thread.start()
-        while not proxy.lifecycle.num_in_flight:
-            time.sleep(0.01)
+        thread, answers = ask_slowly(proxy, max_tokens=5)
         proxy.server.stop()
         while not proxy.lifecycle.is_draining:
             time.sleep(0.01)
@@ -354,16 +359,26 @@ def test_drain_lets_answers_finish_and_then_ends_the_engine(python):
     assert answers[0].status_code == 200 and proxy.process.returncode == 0
 
 
+def test_a_request_whose_body_comes_while_the_drain_begins_is_answered(python):
+    with running(python) as proxy:
+
+        def body():
+            yield b'{"prompt": "a",'
+            while not proxy.lifecycle.num_in_flight:
+                time.sleep(0.01)
+            proxy.server.stop()
+            while not proxy.lifecycle.is_draining:
+                time.sleep(0.01)
+            yield b'"max_tokens": 2}'
+
+        headers = {"Content-Type": "application/json"}
+        response = proxy.http.post("/v1/completions", content=body(), headers=headers)
+    assert response.status_code == 200, response.text
+
+
 def test_answers_that_outlast_the_drain_are_ended_with_an_error(python):
-    answers = []
     with running(python, drain_seconds=0.3) as proxy:
-        body = {"prompt": "slow", "max_tokens": 100}
-        thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=30))
-        )
-        thread.start()
-        while not proxy.lifecycle.num_in_flight:
-            time.sleep(0.01)
+        thread, answers = ask_slowly(proxy, max_tokens=100)
         proxy.server.stop()
         thread.join()
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_draining"

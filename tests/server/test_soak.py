@@ -24,7 +24,7 @@ import pytest
 
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
-from serve_process import Process, process
+from serve_process import Process
 from tiny import tiny_target, write_drafter, write_target
 
 SECONDS = float(os.environ.get("PEAGLE_SOAK_SECONDS", "0"))
@@ -71,7 +71,7 @@ def expected(models: Path) -> list[str]:
 @pytest.fixture
 def served(models: Path) -> Iterator[Process]:
     sizes = ("--max-batch", 32, "--max-length", 128, "--max-waiting", 2 * NUM_STREAMS)
-    with process(models / "target", "--drafter", models / "drafter", "--num-draft-tokens", 3, *sizes) as found:
+    with Process(models / "target", "--drafter", models / "drafter", "--num-draft-tokens", 3, *sizes) as found:
         yield found.wait_ready()
 
 

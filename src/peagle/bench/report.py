@@ -1,10 +1,12 @@
 """A sweep as a document, as tables, and as a plot of throughput against concurrency."""
 
 import importlib.util
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from peagle.bench.cells import PLAIN, CellResult
@@ -145,6 +147,17 @@ def _differing(cell: dict[str, Any]) -> str:
     if cell["num_compared"] is None:
         return "-"
     return f"{cell['num_divergences']} ({cell['num_divergences_at_near_ties']}) of {cell['num_compared']}"
+
+
+def print_report(document: dict[str, Any], as_json: bool, tables_of: Callable[..., list[Table]], width: int) -> None:
+    """To stdout. Tables for a file or a pipe may have `width` columns, instead of a terminal's usual 80."""
+    if as_json:
+        print(json.dumps(document))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, width))
+    console.print(*tables_of(document), sep="\n")
 
 
 def check_plot(path: Path) -> None:

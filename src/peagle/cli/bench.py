@@ -5,20 +5,17 @@ decoding's; with --anchors beside transformers itself, with --dummy against the 
 `peagle bench serve` measures a server over HTTP instead.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from peagle.bench.acceptance import render_prompt
 from peagle.bench.anchors import ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, llm_factory, sweep
-from peagle.bench.report import check_plot, document_of, plot, tables
+from peagle.bench.report import check_plot, document_of, plot, print_report, tables
 from peagle.bench.workloads import read_prompts, workload_name
 from peagle.cli.arguments import (
     DrafterArguments,
@@ -100,13 +97,7 @@ def main(argv: list[str]) -> int:
     run = run_dummy if arguments.dummy is not None else run_workload
     facts, is_interrupted = run(arguments, results)
     document = document_of(results, **facts, is_interrupted=is_interrupted)
-    if arguments.json:
-        print(json.dumps(document))
-    else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=max(console.width, TABLE_WIDTH))
-        console.print(*tables(document), sep="\n")
+    print_report(document, arguments.json, tables, TABLE_WIDTH)
     if arguments.plot is not None and any(result.answers for result in results):
         plot(document, arguments.plot)
     if is_interrupted:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
 from peagle.bench.client import Connections, Outcome, Question, model_of, root_of
 from peagle.bench.offline import default_num_requests
 from peagle.bench.online import PERCENTILES, Load, Result, now_as_vllm, read_goals, sweep, warm_up
 from peagle.bench.online_report import plot, tables
-from peagle.bench.report import check_plot
+from peagle.bench.report import check_plot, print_report
 from peagle.bench.workloads import Prompt, read_prompts, workload_name
 from peagle.cli.arguments import parse
 from peagle.cli.lists import Files, Numbers, comma_list
@@ -117,7 +116,9 @@ def main(argv: list[str]) -> int:
     options: dict[str, Any] = {"percentiles": arguments.percentiles, "goals": goals, "is_detailed": arguments.detailed}
     document["is_interrupted"] = is_interrupted
     document["results"] = [head | {"burstiness": arguments.burstiness} | result.report(**options) for result in results]
-    show(arguments, document)
+    print_report(document, arguments.json, tables, TABLE_WIDTH)
+    if arguments.plot is not None and any(row["output_throughput"] for row in document["results"]):
+        plot(document, arguments.plot)
     if is_interrupted:
         raise KeyboardInterrupt
     return 0 if all(result.answered for result in results) else 1
@@ -242,15 +243,3 @@ def facts_of(arguments: Arguments, root: str, num_prompts: int, model: str | Non
         "percentiles": list(arguments.percentiles),
         "provenance": provenance(),
     }
-
-
-def show(arguments: Arguments, document: dict[str, Any]) -> None:
-    if arguments.json:
-        print(json.dumps(document))
-    else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=max(console.width, TABLE_WIDTH))
-        console.print(*tables(document), sep="\n")
-    if arguments.plot is not None and any(row["output_throughput"] for row in document["results"]):
-        plot(document, arguments.plot)

@@ -7,7 +7,7 @@ peagle itself, with its API keys, limits and metrics in front, see `peagle serve
 import logging
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,7 +94,6 @@ def main(argv: list[str]) -> int:
 
 
 def launch_of(arguments: Arguments, models: Models, words: list[str]) -> Launch:
-    parallel = arguments.parallel
     launch = Launch(
         target=models.target,
         names=arguments.served_model_name or (models.name,),
@@ -104,12 +103,9 @@ def launch_of(arguments: Arguments, models: Models, words: list[str]) -> Launch:
         max_batch=arguments.max_batch,
         max_length=arguments.max_length,
         prefill_tokens=arguments.prefill_tokens,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=parallel.data_parallel_size,
-        num_nodes=parallel.num_nodes,
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
+        **asdict(arguments.parallel),
     )
     return with_flags(launch, words)
 

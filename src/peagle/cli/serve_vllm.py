@@ -4,7 +4,7 @@ import logging
 import os
 import shlex
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.cli.serve import DEFAULT_ENGINE, listen
@@ -113,7 +113,7 @@ def check_settings(arguments: "Arguments", vllm: Installed) -> None:
 
 
 def launch_of(arguments: "Arguments", models: Models, words: list[str]) -> Launch:
-    engine, parallel = arguments.engine, arguments.parallel
+    engine = arguments.engine
 
     def changed(name: str) -> Any:
         value = getattr(engine, name)
@@ -133,12 +133,9 @@ def launch_of(arguments: "Arguments", models: Models, words: list[str]) -> Launc
         memory_share=changed("memory_share"),
         reuse_prefixes=engine.reuse_prefixes,
         is_eager=engine.compile is False,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=parallel.data_parallel_size,
-        num_nodes=parallel.num_nodes,
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
+        **asdict(arguments.parallel),
     )
     return with_flags(launch, words)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Choose = Callable[[Tensor, int], Tensor]
 """Picks draft-vocabulary ids [K] from draft probabilities [K, U]; the second argument is the first one's position."""
+Pick = Callable[[Tensor, int], Tensor]
+"""The same from draft logits."""
 
 
 class Draft(NamedTuple):
@@ -63,7 +65,11 @@ class DraftingSession:
         fused_BTD = self._drafter.fuse(aux_hidden_TA[None])
         read = self._draft_in_parallel if self._drafter.config.parallel else self._draft_one_by_one
         self.num_anchors = first + num_new
-        logits_KU, drawn_K = read(first, token_ids_BT, fused_BTD, num_draft_tokens, choose, temperature)
+
+        def pick(logits_KU: Tensor, position: int) -> Tensor:
+            return logits_KU.argmax(-1) if choose is None else choose(_probs(logits_KU, temperature), position)
+
+        logits_KU, drawn_K = read(first, token_ids_BT, fused_BTD, num_draft_tokens, pick)
         self._forget_beyond(self.num_anchors)
         top_K2 = logits_KU.float().topk(2, dim=-1).values
         ids = self._drafter.to_target_ids(drawn_K)
@@ -71,13 +77,7 @@ class DraftingSession:
         return Draft(tuple(ids.tolist()), tuple((top_K2[:, 0] - top_K2[:, 1]).tolist()), probs_KV)
 
     def _draft_in_parallel(
-        self,
-        first: int,
-        token_ids_BT: Tensor,
-        fused_BTD: Tensor,
-        num_draft_tokens: int,
-        choose: Choose | None,
-        temperature: float,
+        self, first: int, token_ids_BT: Tensor, fused_BTD: Tensor, num_draft_tokens: int, pick: Pick
     ) -> tuple[Tensor, Tensor]:
         slots = serving_slots(first, fused_BTD.shape[1], num_draft_tokens, fused_BTD.device)
         mask_token_id = self._drafter.config.mask_token_id
@@ -85,23 +85,17 @@ class DraftingSession:
         inputs = slot_inputs(slots, token_ids_BT, fused_BTD, mask_token_id, self._fused_mask_D, offset=first)
         output = self._run(*inputs, slots, num_cached=first)
         logits_KU = self._drafter.logits(output.normed_BSD[0, -num_draft_tokens:])
-        return logits_KU, _pick(logits_KU, self.num_anchors + 1, choose, temperature)
+        return logits_KU, pick(logits_KU, self.num_anchors + 1)
 
     def _draft_one_by_one(
-        self,
-        first: int,
-        token_ids_BT: Tensor,
-        fused_BTD: Tensor,
-        num_draft_tokens: int,
-        choose: Choose | None,
-        temperature: float,
+        self, first: int, token_ids_BT: Tensor, fused_BTD: Tensor, num_draft_tokens: int, pick: Pick
     ) -> tuple[Tensor, Tensor]:
         slots = serving_slots(first, fused_BTD.shape[1], 1, fused_BTD.device)
         output = self._run(token_ids_BT[:, 1:], fused_BTD, slots, num_cached=first)
         logits, drawn = [], []
         for index in range(num_draft_tokens):
             logits.append(self._drafter.logits(output.normed_BSD[0, -1:]))
-            drawn.append(_pick(logits[-1], self.num_anchors + 1 + index, choose, temperature))
+            drawn.append(pick(logits[-1], self.num_anchors + 1 + index))
             if index + 1 < num_draft_tokens:
                 anchor = self.num_anchors + index
                 slots = serving_slots(anchor, 1, 1, fused_BTD.device)
@@ -131,7 +125,3 @@ class DraftingSession:
 
 def _probs(logits_KU: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits_KU.float() / temperature, dim=-1)
-
-
-def _pick(logits_KU: Tensor, position: int, choose: Choose | None, temperature: float) -> Tensor:
-    return logits_KU.argmax(-1) if choose is None else choose(_probs(logits_KU, temperature), position)

@@ -33,6 +33,17 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+# One request at a time and no shortcut that could change a number; the rest has the engine count what it verifies.
+ENGINE_OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 1,
+    "seed": 0,
+    "disable_log_stats": False,
+    "per_request_spec_decode_metrics": "detailed",
+}
+
 recorded_drafts: list[list[int]] = []
 
 
@@ -61,15 +72,9 @@ def start_engine(target: str, drafter: str, num_draft_tokens: int, max_model_len
     from vllm import LLM  # type: ignore[import-not-found]
 
     return LLM(
+        **ENGINE_OPTIONS,
         model=target,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
         max_model_len=max_model_len,
-        max_num_seqs=1,
-        seed=0,
-        disable_log_stats=False,
-        per_request_spec_decode_metrics="detailed",
         speculative_config={
             "method": "eagle3",
             "model": drafter,

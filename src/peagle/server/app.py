@@ -6,9 +6,10 @@ import logging
 import re
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import Any
+from typing import Any, Generic
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -25,7 +26,7 @@ from peagle.server.chat import answer_chat, render, template_of
 from peagle.server.completions import answer_completion
 from peagle.server.errors import HttpError, as_http_error
 from peagle.server.jobs import Job
-from peagle.server.lifecycle import Lifecycle
+from peagle.server.lifecycle import Lifecycle, S
 from peagle.server.metrics import CONTENT_TYPE
 from peagle.server.openapi import add_bodies
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, validated
@@ -54,33 +55,29 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 def create_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Service]) -> FastAPI:
     """The application over whatever service the lifecycle has, or will have."""
+    routes = EngineRoutes(settings, lifecycle)
+    app = app_with(routes, keys, metrics="Prometheus metrics")
+    app.add_api_route("/", routes.page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/static/{name}", routes.static, methods=["GET"], include_in_schema=False)
+    add_bodies(app, BODIES)
+    return app
+
+
+def app_with(routes: "Routes[Any]", keys: ApiKeys, *, metrics: str) -> FastAPI:
+    """An application with what is the same whoever answers; `metrics` describes those that it shows."""
+    settings, lifecycle = routes.settings, routes.lifecycle
     app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
-    routes = Routes(settings, lifecycle)
-    add_health(app, routes.health)
+    app.add_api_route("/health", routes.health, methods=["GET"], summary="200 when ready, 503 otherwise")
+    for method in ("GET", "POST"):
+        name, what = f"ping_{method.lower()}", "SageMaker's health check"
+        app.add_api_route("/ping", routes.health, methods=[method], operation_id=name, summary=what)
     app.add_api_route("/version", routes.version, methods=["GET"])
-    app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary="Prometheus metrics")
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary=metrics)
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"])
     for path in BODIES:
         app.add_api_route(path, routes.handler(path), methods=["POST"], name=path)
     app.add_api_route("/invocations", routes.invocations, methods=["POST"], summary="SageMaker's inference route")
-    app.add_api_route("/", routes.page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/static/{name}", routes.static, methods=["GET"], include_in_schema=False)
-    add_bodies(app, BODIES)
-    add_gate(app, settings, keys, lifecycle)
-    return app
-
-
-def add_health(app: FastAPI, health: Callable[[], Awaitable[Response]]) -> None:
-    """The routes of health checks."""
-    app.add_api_route("/health", health, methods=["GET"], summary="200 when ready, 503 otherwise")
-    for method in ("GET", "POST"):
-        name = f"ping_{method.lower()}"
-        app.add_api_route("/ping", health, methods=[method], operation_id=name, summary="SageMaker's health check")
-
-
-def add_gate(app: FastAPI, settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[Any]) -> None:
-    """Put around an application's routes what is the same whoever answers behind them."""
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(Gate, keys=keys, lifecycle=lifecycle, settings=settings)
     if settings.cors_origins:
@@ -91,6 +88,7 @@ def add_gate(app: FastAPI, settings: ServerSettings, keys: ApiKeys, lifecycle: L
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    return app
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -100,53 +98,63 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return HttpError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
-class Routes:
-    """One method for each route."""
+class Routes(ABC, Generic[S]):
+    """One method for each route; `answer` alone knows who answers."""
 
-    def __init__(self, settings: ServerSettings, lifecycle: Lifecycle[Service]) -> None:
-        self._settings, self._lifecycle = settings, lifecycle
+    def __init__(self, settings: ServerSettings, lifecycle: Lifecycle[S]) -> None:
+        self.settings, self.lifecycle = settings, lifecycle
+
+    @abstractmethod
+    async def answer(self, path: str, data: Any, request: Request) -> Response:
+        """The answer to a body for one of the paths."""
+
+    def answering(self) -> S:
+        """Who answers a request that the gate has let in, also where the server began to drain while its body came."""
+        service = self.lifecycle.service
+        if service is None or not service.is_alive:
+            raise self.lifecycle.refusal()
+        return service
 
     async def health(self) -> Response:
         """A look at a flag, never a generation: SageMaker allows two seconds."""
-        if self._lifecycle.state == "ready":
+        if self.lifecycle.state == "ready":
             return Response(status_code=200)
-        raise self._lifecycle.refusal()
+        raise self.lifecycle.refusal()
 
     async def version(self) -> Response:
         return JsonResponse({"version": __version__})
 
     async def metrics(self) -> Response:
-        service = self._lifecycle.service
-        if service is None:
-            return Response(b"", media_type=CONTENT_TYPE)
-        await service.refresh_stats()
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        service = self.lifecycle.service
+        return Response(await service.metrics_text() if service else b"", media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
-        service = self._lifecycle.ready_service()
+        service = self.lifecycle.ready_service()
         return JsonResponse({"object": "list", "data": [service.model_entry(name) for name in service.names]})
 
     async def model(self, name: str) -> Response:
-        service = self._lifecycle.ready_service()
+        service = self.lifecycle.ready_service()
         service.check_model(name)
         return JsonResponse(service.model_entry(name))
 
     def handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
-            return await self._answer(path, await read_json(request, self._settings), request)
+            return await self.answer(path, await read_json(request, self.settings), request)
 
         return handle
 
     async def invocations(self, request: Request) -> Response:
-        data = await read_json(request, self._settings)
+        data = await read_json(request, self.settings)
         path = invocation_route(request.headers.get(CUSTOM_ATTRIBUTES), data, BODIES)
-        return await self._answer(path, data, request)
+        return await self.answer(path, data, request)
 
-    async def _answer(self, path: str, data: Any, request: Request) -> Response:
+
+class EngineRoutes(Routes[Service]):
+    """Over our own engine, with the page in front of it."""
+
+    async def answer(self, path: str, data: Any, request: Request) -> Response:
         body = validated(BODIES[path], data)
-        service = self._lifecycle.service
-        if service is None or not service.is_alive:
-            raise self._lifecycle.refusal()
+        service = self.answering()
         if isinstance(body, ChatBody):
             return await answer_chat(service, body, request)
         if isinstance(body, CompletionBody):

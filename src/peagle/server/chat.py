@@ -1,8 +1,6 @@
 """POST /v1/chat/completions: messages through the target's template, answers as messages."""
 
 import inspect
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -10,12 +8,12 @@ from starlette.responses import Response
 
 from peagle.errors import PeagleError
 from peagle.server.errors import HttpError, as_http_error, unsupported
-from peagle.server.jobs import Choice, Job
+from peagle.server.jobs import Job
 from peagle.server.protocol import ChatBody, Message, Tool
 from peagle.server.sampling import grammar_of, sampling_params
-from peagle.server.service import FINGERPRINT, Service
-from peagle.server.streaming import DONE, event
+from peagle.server.service import Service
 from peagle.server.tools import ToolFormat, ToolReader, forced_grammar, tool_format
+from peagle.server.writer import Writer, details, finite, step_details
 from peagle.tokenizer import chat_text, encode
 
 if TYPE_CHECKING:
@@ -116,34 +114,21 @@ def _message(message: Message, template: str) -> dict[str, Any]:
     return plain
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes what a job brings as chat completions."""
 
+    WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
+
     def __init__(self, service: Service, job: Job, body: ChatBody, tools: ToolFormat | None) -> None:
-        self._service, self._job, self._body, self._tools = service, job, body, tools
-        options = body.stream_options
-        self._wants_usage = options is not None and options.include_usage
-        self._wants_running_usage = options is not None and options.continuous_usage_stats
+        super().__init__(service, job, body)
+        self._body, self._tools = body, tools
         self._readers = [None if tools is None or not tools.is_read else ToolReader(tools) for _ in job.choices]
         self._has_role = [False] * len(job.choices)
-        self._model = body.model or service.names[0]
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._job.job_id,
-            "object": kind,
-            "created": self._job.created,
-            "model": self._model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
 
     # Whole ------------------------------------------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        document = self._frame("chat.completion", [self._choice(index) for index in range(len(self._job.choices))])
-        document["usage"] = self._usage()
-        document["metrics"] = self._job.metrics_block()
+        document = super().whole()
         if self._body.return_token_ids:
             document["prompt_token_ids"] = self._job.prompts[0]
         return document
@@ -167,29 +152,7 @@ class ChatWriter:
             entry["speculation"] = {"tokens": details(choice)}
         return entry
 
-    def _usage(self) -> dict[str, Any]:
-        return usage_with_metrics(self._service, self._job)
-
     # Stream -----------------------------------------------------------------------------------------------------------
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks, one for each step of each answer that brought something to show."""
-        service, job = self._service, self._job
-        service.begin(job)
-        num_open = len(job.choices)
-        try:
-            async with aclosing(job.updates()) as updates:
-                async for index, update in updates:
-                    num_open -= update.finish_reason is not None
-                    chunks = self._chunks(index, update, is_last=not num_open)
-                    if chunks:
-                        yield b"".join(map(event, chunks))
-        finally:
-            service.end(job)
-        if self._wants_usage:
-            chunk = self._frame("chat.completion.chunk", [])
-            yield event(chunk | {"usage": self._usage(), "metrics": job.metrics_block()})
-        yield DONE
 
     def _chunks(self, index: int, update: "Update", is_last: bool) -> list[dict[str, Any]]:
         chunks = []
@@ -226,11 +189,8 @@ class ChatWriter:
 
     def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        chunk = self._frame("chat.completion.chunk", [choice])
-        if self._wants_running_usage:
-            chunk["usage"] = self._job.usage()
-        elif self._wants_usage:
-            chunk["usage"] = None
+        chunk = self._frame(self.CHUNK, [choice])
+        self._add_usage(chunk)
         return chunk
 
     def _logprobs(self, token_ids: "Any", rows: "Any") -> dict[str, Any]:
@@ -244,25 +204,3 @@ class ChatWriter:
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._service.token_texts[token_id]
         return {"token": text.text, "logprob": finite(logprob), "bytes": list(text.data)}
-
-
-def usage_with_metrics(service: Service, job: Job) -> dict[str, Any]:
-    usage = job.usage()
-    if service.num_draft_tokens:
-        usage["metrics"] = {"speculative_decoding": job.speculative_decoding()}
-    return usage
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
-    return max(logprob, -9999.0)
-
-
-def details(choice: Choice) -> list[dict[str, str]]:
-    """Each token's text and how it came about."""
-    return [{"text": text, "kind": kind} for text, kind in zip(choice.texts, choice.kinds, strict=True)]
-
-
-def step_details(update: "Update") -> dict[str, Any]:
-    tokens = [{"text": text, "kind": kind} for text, kind in zip(update.texts, update.kinds, strict=True)]
-    return {"tokens": tokens, "num_drafted": update.num_drafts, "num_accepted": update.num_accepted}

@@ -1,19 +1,17 @@
 """POST /v1/completions: texts or token ids, continued."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from peagle.server.chat import details, finite, step_details, usage_with_metrics
 from peagle.server.errors import HttpError
 from peagle.server.jobs import Job
 from peagle.server.protocol import CompletionBody
 from peagle.server.sampling import grammar_of, sampling_params
-from peagle.server.service import FINGERPRINT, Service
-from peagle.server.streaming import DONE, event
+from peagle.server.service import Service
+from peagle.server.writer import Writer, details, finite, step_details
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import TokenLogprobs, Update
@@ -69,40 +67,23 @@ def token_ids_of(service: Service, body: CompletionBody) -> list[list[int]]:
     ]
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes what a job brings as text completions; with `is_echo_alone`, the prompt and nothing else."""
 
+    WHOLE = CHUNK = "text_completion"
+
     def __init__(self, service: Service, job: Job, body: CompletionBody, *, is_echo_alone: bool = False) -> None:
-        self._service, self._job, self._body, self._is_echo_alone = service, job, body, is_echo_alone
-        options = body.stream_options
-        self._wants_usage = options is not None and options.include_usage
-        self._wants_running_usage = options is not None and options.continuous_usage_stats
+        super().__init__(service, job, body)
+        self._body, self._is_echo_alone = body, is_echo_alone
         self._num_shown = [0] * len(job.choices)
         """characters of each choice so far, the echoed prompt's included: where the next token's offset begins"""
         self._is_begun = [False] * len(job.choices)
-        self._model = body.model or service.names[0]
         if is_echo_alone:  # one token is made, because that is how prompts are run, and left out
             for choice in job.choices:
                 choice.finish_reason = "length"
 
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._job.job_id,
-            "object": "text_completion",
-            "created": self._job.created,
-            "model": self._model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        document = self._frame([self._choice(index) for index in range(len(self._job.choices))])
-        document["usage"] = self._usage()
-        document["metrics"] = self._job.metrics_block()
-        return document
-
     def _usage(self) -> dict[str, Any]:
-        usage = usage_with_metrics(self._service, self._job)
+        usage = super()._usage()
         if self._is_echo_alone:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
@@ -122,25 +103,7 @@ class CompletionWriter:
             entry["speculation"] = {"tokens": details(choice)}
         return entry
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks, one for each step of each answer that brought something to show."""
-        service, job = self._service, self._job
-        service.begin(job)
-        num_open = len(job.choices)
-        try:
-            async with aclosing(job.updates()) as updates:
-                async for index, update in updates:
-                    num_open -= update.finish_reason is not None
-                    chunk = self._chunk(index, update, is_last=not num_open)
-                    if chunk is not None:
-                        yield event(chunk)
-        finally:
-            service.end(job)
-        if self._wants_usage:
-            yield event(self._frame([]) | {"usage": self._usage(), "metrics": job.metrics_block()})
-        yield DONE
-
-    def _chunk(self, index: int, update: "Update", is_last: bool) -> dict[str, Any] | None:
+    def _chunks(self, index: int, update: "Update", is_last: bool) -> list[dict[str, Any]]:
         body, is_first = self._body, not self._is_begun[index]
         self._is_begun[index] = True
         text, token_ids, texts, rows = update.text, update.token_ids, update.texts, update.logprobs or ()
@@ -149,23 +112,20 @@ class CompletionWriter:
         wants_all = body.logprobs is not None or body.return_token_ids or body.wants_details
         is_echo = bool(body.echo) and is_first
         if not (text or is_echo or update.finish_reason or (wants_all and token_ids)):
-            return None
+            return []
         entry = self._entry(index, text, update.finish_reason)
         self._complete(index, entry, token_ids, texts, rows, is_echo=is_echo)
         if body.return_token_ids:
             entry["token_ids"] = token_ids
             if is_first:
                 entry["prompt_token_ids"] = self._prompt(index)
-        chunk = self._frame([entry])
+        chunk = self._frame(self.CHUNK, [entry])
         if body.wants_details:
             chunk["speculation"] = step_details(update)
             if is_last:
                 chunk["metrics"] = self._job.metrics_block()
-        if self._wants_running_usage:
-            chunk["usage"] = self._job.usage()
-        elif self._wants_usage:
-            chunk["usage"] = None
-        return chunk
+        self._add_usage(chunk)
+        return [chunk]
 
     def _entry(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,6 +52,11 @@ def unavailable(message: str, code: str) -> HttpError:
 
 def unsupported(name: str, why: str) -> HttpError:
     return HttpError(400, f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
+
+
+def unknown_model(name: str, names: Sequence[str]) -> HttpError:
+    message = f"the model {name[:200]!r} does not exist; this server has {', '.join(names)}"
+    return HttpError(404, message, param="model", code="model_not_found")
 
 
 def as_http_error(error: Exception, known_params: frozenset[str] = frozenset()) -> HttpError:

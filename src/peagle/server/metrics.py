@@ -4,6 +4,7 @@ What the engine counts is read from it at each scrape; what only the server sees
 as requests end. Acceptance length counts the recovered or bonus token: 1 + accepted / drafts.
 """
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -36,21 +37,69 @@ DEEP = 20
 DEEP_THRESHOLD = 0.75
 
 
-class ServerMetrics:
-    """Everything `/metrics` shows, in a registry of its own."""
+class Metrics(Collector):
+    """What is told of a drafter by whoever answers with it, in a registry of its own."""
 
-    def __init__(self, model_name: str, num_draft_tokens: int = 0, baseline: float | None = None) -> None:
+    def __init__(self, model_name: str, num_draft_tokens: int, max_batch: int, baseline: float | None) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call, unused-ignore]
         self.registry = CollectorRegistry()
-        self.model_name, self.num_draft_tokens, self.baseline = model_name, num_draft_tokens, baseline
+        self.model_name, self.num_draft_tokens = model_name, num_draft_tokens
+        self.max_batch, self.baseline = max_batch, baseline
+        self._labels = (model_name, "0")
+
+    @abstractmethod
+    def acceptance_length(self) -> tuple[float | None, int]:
+        """Over the window, and the number of drafts that it is taken from."""
+
+    def has_drifted(self) -> bool:
+        length, num_drafts = self.acceptance_length()
+        if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
+            return False
+        return length < DRIFT_SHARE * self.baseline
+
+    def _acceptance(self, window: str) -> Iterator[Metric]:
+        """The acceptance of the moment beside what the card promises; `window` says what it is taken over."""
+        length, num_drafts = self.acceptance_length()
+        if length is not None:
+            yield self._gauge("peagle:acceptance_length", f"Of the last {window}", length)
+            yield self._gauge("peagle:acceptance_window_drafts", "Drafts that it is taken from", num_drafts)
+        if self.baseline is not None:
+            what = "What the drafter card says for this number of draft tokens"
+            yield self._gauge("peagle:acceptance_length_baseline", what, self.baseline)
+            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline"
+            yield self._gauge("peagle:acceptance_drift", what, int(self.has_drifted()))
+
+    def _sizes(self) -> Iterator[Metric]:
+        yield self._gauge("peagle:num_draft_tokens", "Draft tokens a step", self.num_draft_tokens)
+        yield self._gauge("peagle:max_batch", "Answers that can run at the same time", self.max_batch)
+
+    def _saved(self, num_accepted: int) -> Metric:
+        what = "Target forwards that accepted drafts made unnecessary"
+        return self._counter("peagle:tokens_saved", what, num_accepted)
+
+    def _counter(self, name: str, what: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, what, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, what, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+
+class ServerMetrics(Metrics):
+    """Everything `/metrics` shows: what the server saw, and the engine's own counts as they were at the scrape."""
+
+    def __init__(
+        self, model_name: str, num_draft_tokens: int = 0, max_batch: int = 0, baseline: float | None = None
+    ) -> None:
+        super().__init__(model_name, num_draft_tokens, max_batch, baseline)
         self.stats: EngineStats | None = None
-        self.max_batch = 0
         self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         """(drafts, accepted tokens) of the last requests"""
-        self.num_rejected = 0
-        self._labels = (model_name, "0")
         self._make()
-        self.registry.register(_EngineCollector(self))
+        self.registry.register(self)
 
     def _make(self) -> None:
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -107,30 +156,16 @@ class ServerMetrics:
             self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
 
     def acceptance_length(self) -> tuple[float | None, int]:
-        """Over the last requests, and the number of drafts that it is taken from."""
         num_drafts = sum(drafts for drafts, _ in self.window)
         if not num_drafts:
             return None, 0
         return 1 + sum(accepted for _, accepted in self.window) / num_drafts, num_drafts
 
-    def has_drifted(self) -> bool:
-        length, num_drafts = self.acceptance_length()
-        if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
-            return False
-        return length < DRIFT_SHARE * self.baseline
-
     def text(self) -> bytes:
         return prometheus_client.generate_latest(self.registry)
 
-
-class _EngineCollector(Collector):
-    """The engine's own counts, as they were when the scrape began."""
-
-    def __init__(self, owner: ServerMetrics) -> None:
-        self._owner = owner
-
     def collect(self) -> Iterator[Metric]:
-        stats = self._owner.stats
+        stats = self.stats
         if stats is not None:
             yield from self._vllm(stats)
             yield from self._own(stats)
@@ -153,7 +188,7 @@ class _EngineCollector(Collector):
         rejections = CounterMetricFamily(
             "vllm:admission_rejections", "Refused because too many waited", labels=("model_name", "reason")
         )
-        rejections.add_metric((self._owner.model_name, "max_num_queued_reqs"), stats.num_refused)
+        rejections.add_metric((self.model_name, "max_num_queued_reqs"), stats.num_refused)
         yield rejections
         yield self._gauge("vllm:num_requests_running", "Answers that run", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Answers that wait", stats.num_waiting)
@@ -161,43 +196,15 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1", usage)
 
     def _own(self, stats: "EngineStats") -> Iterator[Metric]:
-        owner = self._owner
-        yield self._counter(
-            "peagle:tokens_saved",
-            "Target forwards that accepted drafts made unnecessary",
-            stats.acceptance.num_accepted,
-        )
+        yield self._saved(stats.acceptance.num_accepted)
         yield self._counter("peagle:requests_aborted", "Requests ended before their answer was", stats.num_aborted)
-        yield self._gauge("peagle:num_draft_tokens", "Draft tokens a step", owner.num_draft_tokens)
-        yield self._gauge("peagle:max_batch", "Answers that can run at the same time", owner.max_batch)
-        length, num_drafts = owner.acceptance_length()
-        if length is not None:
-            yield self._gauge("peagle:acceptance_length", f"Of the last {WINDOW} requests", length)
-            yield self._gauge("peagle:acceptance_window_drafts", "Drafts that it is taken from", num_drafts)
-        if owner.baseline is not None:
-            what = "What the drafter card says for this number of draft tokens"
-            yield self._gauge("peagle:acceptance_length_baseline", what, owner.baseline)
-            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline"
-            yield self._gauge("peagle:acceptance_drift", what, int(owner.has_drifted()))
+        yield from self._sizes()
+        yield from self._acceptance(f"{WINDOW} requests")
         if len(stats.accepted_per_position) > DEEP:
             rate = deep_acceptance(stats.accepted_per_position)
             what = f"Share of draft tokens beyond depth {DEEP} that were accepted when the one before them was"
             yield self._gauge("peagle:deep_acceptance_rate", what, rate)
             yield self._gauge("peagle:deep_acceptance_threshold", "Below it so deep drafts do not pay", DEEP_THRESHOLD)
-
-    @property
-    def _labels(self) -> tuple[str, str]:
-        return self._owner.model_name, "0"
-
-    def _counter(self, name: str, what: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, what, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, what, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
 
 
 def deep_acceptance(accepted_per_position: list[int]) -> float:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +20,11 @@ from starlette.responses import Response
 
 from peagle import __version__
 from peagle.errors import EngineDeadError, QueueFullError, ServerError, nearest
-from peagle.server.app import BODIES, add_gate, add_health, read_json
+from peagle.server.app import Routes, app_with, read_json
 from peagle.server.auth import ApiKeys
-from peagle.server.errors import HttpError, unavailable
+from peagle.server.errors import HttpError, unavailable, unknown_model
 from peagle.server.lifecycle import Lifecycle
-from peagle.server.metrics import CONTENT_TYPE, baseline_of
+from peagle.server.metrics import baseline_of
 from peagle.server.protocol import LABELS
 from peagle.server.proxy_bodies import (
     Served,
@@ -37,7 +37,6 @@ from peagle.server.proxy_bodies import (
     request_fields,
 )
 from peagle.server.proxy_metrics import ProxyMetrics
-from peagle.server.sagemaker import CUSTOM_ATTRIBUTES, invocation_route
 from peagle.server.settings import ServerSettings
 from peagle.server.streaming import EventStream, JsonResponse, dumps, unless_gone
 
@@ -186,6 +185,10 @@ class ProxyService:
                 upstream = response.text if response.status_code == 200 else ""
         return self.metrics.text(upstream)
 
+    def check_model(self, name: str) -> None:
+        if name not in self.names:
+            raise unknown_model(name, self.names)
+
     def model_entry(self, name: str) -> dict[str, Any]:
         served = self.served
         return {
@@ -308,65 +311,24 @@ class ProxyService:
 
 def create_proxy_app(settings: ServerSettings, keys: ApiKeys, lifecycle: Lifecycle[ProxyService]) -> FastAPI:
     """The application over whatever process the lifecycle has, or will have."""
-    app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
     routes = ProxyRoutes(settings, lifecycle)
-    add_health(app, routes.health)
-    app.add_api_route("/version", routes.version, methods=["GET"])
-    app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary="Prometheus metrics, vLLM's and ours")
-    app.add_api_route("/v1/models", routes.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"])
-    for path in BODIES:
-        app.add_api_route(path, routes.handler(path), methods=["POST"], name=path)
-    app.add_api_route("/invocations", routes.invocations, methods=["POST"], summary="SageMaker's inference route")
+    app = app_with(routes, keys, metrics="Prometheus metrics, vLLM's and ours")
     app.add_api_route("/v1/{rest:path}", routes.other, methods=["POST"], summary="Further routes of vLLM's")
-    add_gate(app, settings, keys, lifecycle)
     return app
 
 
-class ProxyRoutes:
-    """One method for each route."""
-
-    def __init__(self, settings: ServerSettings, lifecycle: Lifecycle[ProxyService]) -> None:
-        self._settings, self._lifecycle = settings, lifecycle
-
-    async def health(self) -> Response:
-        if self._lifecycle.state == "ready":
-            return Response(status_code=200)
-        raise self._lifecycle.refusal()
+class ProxyRoutes(Routes[ProxyService]):
+    """Over another process, with those of its routes that we do not have."""
 
     async def version(self) -> Response:
-        service = self._lifecycle.service
+        service = self.lifecycle.service
         return JsonResponse({"version": __version__, "engine": service.served.engine if service else None})
 
-    async def metrics(self) -> Response:
-        service = self._lifecycle.service
-        return Response(await service.metrics_text() if service else b"", media_type=CONTENT_TYPE)
-
-    async def models(self) -> Response:
-        service = self._lifecycle.ready_service()
-        return JsonResponse({"object": "list", "data": [service.model_entry(name) for name in service.names]})
-
-    async def model(self, name: str) -> Response:
-        service = self._lifecycle.ready_service()
-        if name not in service.names:
-            message = f"the model {name[:200]!r} does not exist; this server has {', '.join(service.names)}"
-            raise HttpError(404, message, param="model", code="model_not_found")
-        return JsonResponse(service.model_entry(name))
-
-    def handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        async def handle(request: Request) -> Response:
-            data = await read_json(request, self._settings)
-            return await self._lifecycle.ready_service().forward(path, data, request)
-
-        return handle
-
-    async def invocations(self, request: Request) -> Response:
-        data = await read_json(request, self._settings)
-        path = invocation_route(request.headers.get(CUSTOM_ATTRIBUTES), data, BODIES)
-        return await self._lifecycle.ready_service().forward(path, data, request)
+    async def answer(self, path: str, data: Any, request: Request) -> Response:
+        return await self.answering().forward(path, data, request)
 
     async def other(self, request: Request) -> Response:
-        service = self._lifecycle.ready_service()
+        service = self.lifecycle.ready_service()
         if request.url.path not in service.fields:
             raise HTTPException(404)
-        return await service.forward(request.url.path, await read_json(request, self._settings), request)
+        return await service.forward(request.url.path, await read_json(request, self.settings), request)

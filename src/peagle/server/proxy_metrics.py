@@ -5,12 +5,11 @@ from collections import deque
 from collections.abc import Iterator
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Counter
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
-from peagle.server.metrics import DRIFT_SHARE, LABELS, MIN_WINDOW_DRAFTS
+from peagle.server.metrics import Metrics
 
 WINDOW_DRAFTS = 5000
 """Drafts over which the acceptance of the moment is taken, where there were as many."""
@@ -19,23 +18,20 @@ NUM_DRAFTS = "vllm:spec_decode_num_drafts_total"
 NUM_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
-class ProxyMetrics:
+class ProxyMetrics(Metrics):
     """What the proxy itself counts, and what it makes of vLLM's counters at each scrape."""
 
     def __init__(
         self, model_name: str, num_draft_tokens: int = 0, max_batch: int = 0, baseline: float | None = None
     ) -> None:
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call, unused-ignore]
-        self.registry = CollectorRegistry()
-        self.model_name, self.num_draft_tokens = model_name, num_draft_tokens
-        self.max_batch, self.baseline = max_batch, baseline
+        super().__init__(model_name, num_draft_tokens, max_batch, baseline)
         self.is_up = False
         self.samples: deque[tuple[float, int, int]] = deque([(float("-inf"), 0, 0)])
         """(time, drafts, accepted tokens), the oldest first: together the window"""
         self.http = Counter("peagle:http_requests", "HTTP requests", ("route", "status"), registry=self.registry)
         self.gone = Counter("peagle:clients_gone", "Clients that left early", registry=self.registry)
         self.refused = Counter("peagle:queue_full", "Requests refused because too many waited", registry=self.registry)
-        self.registry.register(_Derived(self))
+        self.registry.register(self)
 
     def begin(self) -> None:
         """Leave out of the window what was drafted until now: the warm-up."""
@@ -62,16 +58,9 @@ class ProxyMetrics:
             self.samples.popleft()
 
     def acceptance_length(self) -> tuple[float | None, int]:
-        """Over the window, and the number of drafts that it is taken from."""
         (_, first_drafts, first_accepted), (_, drafts, accepted) = self.samples[0], self.samples[-1]
         num_drafts = drafts - first_drafts
         return (1 + (accepted - first_accepted) / num_drafts if num_drafts else None), num_drafts
-
-    def has_drifted(self) -> bool:
-        length, num_drafts = self.acceptance_length()
-        if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
-            return False
-        return length < DRIFT_SHARE * self.baseline
 
     def text(self, upstream: str) -> bytes:
         """vLLM's exposition and ours as one; without vLLM's where it does not answer."""
@@ -81,36 +70,8 @@ class ProxyMetrics:
             upstream = upstream.rstrip("\n") + "\n"
         return upstream.encode() + prometheus_client.generate_latest(self.registry)
 
-
-class _Derived(Collector):
-    def __init__(self, owner: ProxyMetrics) -> None:
-        self._owner = owner
-
     def collect(self) -> Iterator[Metric]:
-        owner = self._owner
-        yield self._gauge("peagle:engine_up", "1 while vLLM answers", int(owner.is_up))
-        yield self._gauge("peagle:num_draft_tokens", "Draft tokens a step", owner.num_draft_tokens)
-        yield self._gauge("peagle:max_batch", "Answers that can run at the same time", owner.max_batch)
-        saved = CounterMetricFamily(
-            "peagle:tokens_saved", "Target forwards that accepted drafts made unnecessary", labels=LABELS
-        )
-        saved.add_metric(self._labels, owner.samples[-1][2])
-        yield saved
-        length, num_drafts = owner.acceptance_length()
-        if length is not None:
-            yield self._gauge("peagle:acceptance_length", f"Of the last {WINDOW_DRAFTS} drafts", length)
-            yield self._gauge("peagle:acceptance_window_drafts", "Drafts that it is taken from", num_drafts)
-        if owner.baseline is not None:
-            what = "What the drafter card says for this number of draft tokens"
-            yield self._gauge("peagle:acceptance_length_baseline", what, owner.baseline)
-            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline"
-            yield self._gauge("peagle:acceptance_drift", what, int(owner.has_drifted()))
-
-    @property
-    def _labels(self) -> tuple[str, str]:
-        return self._owner.model_name, "0"
-
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, what, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        yield self._gauge("peagle:engine_up", "1 while vLLM answers", int(self.is_up))
+        yield from self._sizes()
+        yield self._saved(self.samples[-1][2])
+        yield from self._acceptance(f"{WINDOW_DRAFTS} drafts")

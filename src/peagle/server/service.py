@@ -5,17 +5,16 @@ import copy
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from peagle import __version__
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
-from peagle.server.errors import HttpError
+from peagle.server.errors import HttpError, unknown_model
 from peagle.server.jobs import Job
 from peagle.server.metrics import ServerMetrics, baseline_of
 from peagle.server.settings import ServerSettings
@@ -24,23 +23,15 @@ from peagle.server.tokens import TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
+    from peagle.server.writer import Writer
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-FINGERPRINT = f"peagle-{__version__}"
 WARMUP_TOKENS = 4
 STATS_SECONDS = 5.0
 """How long a scrape waits for the engine's step to end before it shows the counts of the scrape before."""
-
-
-class Writer(Protocol):
-    """Puts a job's answers into the form of a route."""
-
-    def events(self) -> AsyncGenerator[bytes, None]: ...
-
-    def whole(self) -> dict[str, Any]: ...
 
 
 class Service:
@@ -64,8 +55,7 @@ class Service:
         shipped = target.shipped_drafter_name
         self.drafter_name = None if drafter is None else drafter_name or shipped or drafter.config.method
         baseline = baseline_of(_card_acceptance(llm), self.num_draft_tokens)
-        self.metrics = ServerMetrics(self.names[0], self.num_draft_tokens, baseline)
-        self.metrics.max_batch = self.max_batch
+        self.metrics = ServerMetrics(self.names[0], self.num_draft_tokens, self.max_batch, baseline)
         self.jobs: set[Job] = set()
         self._target = target
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="peagle-tokenizer")
@@ -101,8 +91,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Refuse a name that is not ours; no name means the one target there is."""
         if name and name not in self.names:
-            message = f"the model {name[:200]!r} does not exist; this server has {', '.join(self.names)}"
-            raise HttpError(404, message, param="model", code="model_not_found")
+            raise unknown_model(name, self.names)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Run what works on text in the one thread for it: long prompts must not hold up the streams."""
@@ -158,7 +147,7 @@ class Service:
         if job.finished_at is not None:
             self.metrics.finished(job, is_full=sum(len(each.choices) for each in self.jobs) + 1 >= self.max_batch)
 
-    async def respond(self, request: Request, job: Job, writer: Writer, *, streams: bool) -> Response:
+    async def respond(self, request: Request, job: Job, writer: "Writer", *, streams: bool) -> Response:
         """Run a job and answer with what `writer` makes of it: events as it grows, or one document."""
         settings = self.settings
         if streams:
@@ -185,6 +174,10 @@ class Service:
                 self.metrics.stats = await self.engine.stats()
         except TimeoutError:
             log.warning("the engine did not tell its counts in %g s; /metrics shows older ones", STATS_SECONDS)
+
+    async def metrics_text(self) -> bytes:
+        await self.refresh_stats()
+        return self.metrics.text()
 
     def model_entry(self, name: str) -> dict[str, Any]:
         return {
