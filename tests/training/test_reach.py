@@ -5,7 +5,6 @@ import torch
 
 from packed import NUM_DRAFT_TOKENS, labels_of, packed_batch, settings
 from peagle.errors import ConfigError
-from peagle.training import reach
 from peagle.training.features import Features
 from peagle.training.p_eagle import ParallelObjective
 from peagle.training.reach import num_departures, reached
@@ -34,8 +33,8 @@ def is_reached(batch, features, row, depth, judge):
     return all(likeliest[column] == text[column + 1] for column in range(judge - depth, judge))
 
 
-def reached_only(batch, features):
-    departures = num_departures(batch.token_ids_BT, features)
+def reached_only(batch, features, columns_at_a_time=4096):
+    departures = num_departures(batch.token_ids_BT, features, columns_at_a_time)
     parts = tuple(part._replace(labels=reached(part.labels, departures)) for part in batch.parts)
     return batch._replace(parts=parts)
 
@@ -56,12 +55,11 @@ def learned(drafter, batch, features, **changes):
 @pytest.mark.parametrize("num_partitions", [1, 3])
 @pytest.mark.parametrize("columns_at_a_time", [7, 4096])
 def test_labels_keep_their_weight_where_the_text_before_them_is_the_likeliest(
-    target, num_partitions, columns_at_a_time, monkeypatch
+    target, num_partitions, columns_at_a_time
 ):
-    monkeypatch.setattr(reach, "COLUMNS", columns_at_a_time)
     batch = packed_batch(num_partitions=num_partitions)
     features = features_that_follow(target, batch, 0.6)
-    kept = reached_only(batch, features)
+    kept = reached_only(batch, features, columns_at_a_time)
     expected = [label for label in labels_of(batch) if is_reached(batch, features, label[0], *label[2:])]
     assert labels_of(kept) == expected
     assert 0 < len(expected) < len(labels_of(batch))

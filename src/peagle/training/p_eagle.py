@@ -65,7 +65,9 @@ class ParallelObjective:
         leaves = tuple(part.detach().requires_grad_() for part in fused)
         with autocast():
             context = self._read_text(batch, leaves) if len(batch.parts) > 1 else []
-        departures_BT = num_departures(batch.token_ids_BT, features) if self.config.labels == "reached" else None
+        departures_BT = None
+        if self.config.labels == "reached":
+            departures_BT = num_departures(batch.token_ids_BT, features, batch.chunk_shape.num_labels)
         results = []
         for segment, labels in reversed(batch.parts):
             if departures_BT is not None:

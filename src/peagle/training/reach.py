@@ -17,16 +17,20 @@ from peagle.training.labels import Labels
 if TYPE_CHECKING:
     from peagle.training.features import Features
 
-COLUMNS = 4096  # whose logits exist at a time
-
 
 @torch.no_grad()
-def num_departures(token_ids_BT: Tensor, features: "Features") -> Tensor:
-    """For each column, how many columns of its row before it are followed by another token than the likeliest."""
+def num_departures(token_ids_BT: Tensor, features: "Features", columns_at_a_time: int) -> Tensor:
+    """For each column, how many columns of its row before it are followed by another token than the likeliest.
+
+    The logits of `columns_at_a_time` exist at a time.
+    """
     num_rows, num_columns = token_ids_BT.shape
     column_N = torch.arange(num_rows * num_columns, device=token_ids_BT.device)
     likeliest_BT = torch.cat(
-        [features.judge_logits(part // num_columns, part % num_columns).argmax(-1) for part in column_N.split(COLUMNS)]
+        [
+            features.judge_logits(part // num_columns, part % num_columns).argmax(-1)
+            for part in column_N.split(columns_at_a_time)
+        ]
     ).view(num_rows, num_columns)
     departs_BT = torch.zeros_like(token_ids_BT, dtype=torch.long)
     departs_BT[:, 1:] = likeliest_BT[:, :-1] != token_ids_BT[:, 1:]
