@@ -67,7 +67,7 @@ class Agreement:
 
 def make_inputs(target: Any, num_new_tokens: int) -> dict[str, Tensor]:
     """One prompt with the target's greedy answer, and what speculators needs to know of the target over it."""
-    text = json.loads((HERE / "prompts.json").read_text())[0]["text"]
+    text = json.loads((HERE / "prompts.json").read_text())[0]["prompt"]
     conversation = [{"role": "user", "content": text}]
     prompt_ids = target.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     token_ids = target.model.generate(

@@ -128,8 +128,9 @@ def main() -> int:
 
         drafter = qwen3_drafter(target, texts)
         own = vllm.write(drafter, target, card_of(drafter, target), folder / "own", dtype=torch.float32)
+        vllm_python = arguments.vllm_python.absolute()
         judged = run_judge(
-            arguments.vllm_python.absolute(), folder / "target", own, prompts, MAX_TOKENS, NUM_DRAFT_TOKENS
+            vllm_python, folder / "target", own, prompts, MAX_TOKENS, NUM_DRAFT_TOKENS, parallel=drafter.config.parallel
         )
         found["vllm, its own layout"] = report("vLLM's own layout, Qwen3's layers", target, own, judged)
     if arguments.json:

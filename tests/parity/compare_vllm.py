@@ -1,6 +1,7 @@
 """Compare peagle's reference decoder with vLLM: same target, same drafter, same prompts, draft token by draft token.
 
-    python tests/parity/compare_vllm.py --vllm-python .venv-vllm/bin/python [--drafter DIR] [--json OUT.json]
+    python tests/parity/compare_vllm.py --vllm-python .venv-vllm/bin/python [--drafter DIR] [--prompts FILE] \
+        [--num-draft-tokens K] [--json OUT.json]
 
 The judge and the comparison are `peagle.export`'s own, those that `peagle doctor --engine vllm` uses. Every forgiven
 difference is printed. With `--self-test` vLLM is then given a drafter with a wrong mask token, which the comparison
@@ -23,14 +24,11 @@ HERE = Path(__file__).resolve().parent
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
-def prompts_of(ours: OurSide, limit: int | None) -> list[list[int]]:
-    entries = json.loads((HERE / "prompts.json").read_text())[:limit]
-    conversations = [[{"role": "user", "content": entry["text"]}] for entry in entries]
-    tokenizer = ours.target.tokenizer
-    return [
-        list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
-        for conversation in conversations
-    ]
+def prompts_of(ours: OurSide, path: Path, limit: int | None) -> list[list[int]]:
+    from peagle.bench.acceptance import render_prompt
+    from peagle.bench.workloads import read_prompts
+
+    return [render_prompt(ours.target, prompt) for prompt in read_prompts(path, limit=limit)]
 
 
 def load_our_side(target_path: str | None, drafter: str | None, num_draft_tokens: int) -> OurSide:
@@ -72,8 +70,8 @@ def self_test(ours: OurSide, arguments: argparse.Namespace, target: Path, drafte
     """Give vLLM a wrong mask token; the agreement that comes back must have faults in draft tokens."""
     spoilt = drafter.with_name("spoilt")
     spoil_mask_token(drafter, spoilt)
-    prompts = prompts_of(ours, arguments.num_control_prompts)
-    judged = run_judge(arguments.vllm_python, target, spoilt, prompts, 32, arguments.num_draft_tokens)
+    prompts = prompts_of(ours, arguments.prompts, arguments.num_control_prompts)
+    judged = run_judge(arguments.vllm_python, target, spoilt, prompts, 32, arguments.num_draft_tokens, parallel=True)
     return compare(ours, judged, 32)
 
 
@@ -82,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, required=True, help="the interpreter of vLLM's environment")
     parser.add_argument("--target", help="a target directory; without it, the embedded target")
     parser.add_argument("--drafter", help="a drafter directory; without it, the one shipped for the embedded target")
+    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.json", help="any file that peagle eval takes")
     parser.add_argument("--num-draft-tokens", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-prompts", type=int, help="use only the first ones")
@@ -103,10 +102,16 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="peagle-parity-"))
     try:
         export_for_vllm(ours, work / "drafter")
-        prompts = prompts_of(ours, arguments.num_prompts)
+        prompts = prompts_of(ours, arguments.prompts, arguments.num_prompts)
         say(f"vLLM decodes {len(prompts)} prompts x {arguments.max_tokens} tokens")
         judged = run_judge(
-            arguments.vllm_python, target, work / "drafter", prompts, arguments.max_tokens, ours.num_draft_tokens
+            arguments.vllm_python,
+            target,
+            work / "drafter",
+            prompts,
+            arguments.max_tokens,
+            ours.num_draft_tokens,
+            parallel=ours.drafter.config.parallel,
         )
         say(f"vLLM {judged['versions']['vllm']} took {judged['total_s']} s; peagle decodes the same")
         agreement = compare(ours, judged, arguments.max_tokens)

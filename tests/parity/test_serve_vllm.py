@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 pytestmark = pytest.mark.parity
 
 ROWS = json.loads(Path(__file__).with_name("prompts.json").read_text())
-PROMPTS = [row["text"] for row in ROWS if row["kind"] == "chat"]
+PROMPTS = [row["prompt"] for row in ROWS if row["kind"] == "chat"]
 NUM_PROMPTS, NUM_TOKENS, NUM_DRAFT_TOKENS = 4, 64, 7
 TOLERANCE = 0.02
 START_SECONDS = 240

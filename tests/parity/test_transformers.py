@@ -52,7 +52,7 @@ def expected(target: HFTarget) -> list[tuple[list[int], list[int]]]:
     """Prompt ids and transformers' own greedy answers."""
     pairs = []
     for prompt in PROMPTS:
-        prompt_ids = render_chat(target.tokenizer, [{"role": "user", "content": prompt["text"]}])
+        prompt_ids = render_chat(target.tokenizer, [{"role": "user", "content": prompt["prompt"]}])
         row = torch.tensor([prompt_ids])
         output = target.model.generate(
             row, attention_mask=torch.ones_like(row), max_new_tokens=MAX_TOKENS, do_sample=False

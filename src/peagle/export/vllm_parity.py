@@ -178,7 +178,7 @@ def run_judge(
     max_tokens: int,
     num_draft_tokens: int,
     *,
-    parallel: bool = True,
+    parallel: bool,
 ) -> dict[str, Any]:
     """Run the vLLM judge in its own environment; what it says on the way is kept only when it fails."""
     with tempfile.TemporaryDirectory(prefix="peagle-judge-") as name:
