@@ -71,9 +71,9 @@ FLAGS = {
         "--aux-layer-ids --mask-token-id --fc-norm --no-fc-norm --norm-before-fc --no-norm-before-fc --norm-output "
         "--no-norm-output --draft-vocab-size --embeddings --init --loss --labels --depth-weights --retention "
         "--retention-floor --max-length --batch-size --num-steps --optimizer --learning-rate --warmup-steps "
-        "--min-learning-rate-ratio --weight-decay --max-gradient-norm --seed --save-every --log-every --features --features-directory "
-        "--micro-batch-size --num-partitions --checkpoint-activations --no-checkpoint-activations --parallel "
-        f"--compile {TARGET}"
+        "--min-learning-rate-ratio --weight-decay --max-gradient-norm --seed --save-every --log-every --features "
+        "--features-directory --micro-batch-size --num-partitions --checkpoint-activations --no-checkpoint-activations "
+        f"--parallel --compile {TARGET}"
     ),
     "export": f"--output --to {TARGET} {DRAFTER}",
     "deploy vllm": (
