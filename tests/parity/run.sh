@@ -171,7 +171,7 @@ judge_by_vllm() {
     judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
-        judge "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py --num-prompts 8 --num-draft-tokens 5 \
+        judge "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
             --drafter src/peagle/assets/smollm2-135m-instruct-eagle3 \
             --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
         judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
