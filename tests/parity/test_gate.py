@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from peagle.drafter.checkpoint import load_drafter
-from peagle.drafter.evidence import gate_prompts
 from peagle.export import vllm
 from peagle.export.card import card_of
 from peagle.export.check import Gate
@@ -51,7 +50,6 @@ def test_vllm_itself_takes_the_mask_token_key_that_we_say_it_takes(
     exported = vllm.write(drafter, target, card_of(drafter, target), tmp_path / "drafter")
     config = json.loads((exported / "config.json").read_text())
     (exported / "config.json").write_text(json.dumps(config | dict.fromkeys(("pard_token", "ptd_token_id"), 1000)))
-    prompts = gate_prompts(target.tokenizer, target.max_length)[:1]
-    verdict = Gate(exported, target, "vllm", vllm_python=vllm_python, prompts=prompts).run()
+    verdict = Gate(exported, target, "vllm", vllm_python=vllm_python).run()
     assert verdict.passed, verdict.failure
     assert verdict.checks[-1].name == "vLLM itself" and verdict.checks[-1].status == "pass"
