@@ -134,9 +134,7 @@ def replay_sets(target: HFTarget, arguments: argparse.Namespace) -> None:
     for path in [*sorted(arguments.work.glob("answers-*")), arguments.work / "data" / "held_out"]:
         limits = {"max_length": target.max_length, "vocab_size": target.vocab_size}
         rows = read_conversations(path, target.tokenizer, **limits).conversations
-        for num_draft_tokens in REPLAYED_DEPTHS:
-            if num_draft_tokens > (drafter.config.num_draft_tokens or num_draft_tokens):
-                continue
+        for num_draft_tokens in drafter.config.depths_within(REPLAYED_DEPTHS):
             result = replay(target, drafter, rows, num_draft_tokens)
             shares = " ".join(f"{share:.3f}" for share in result.per_position)
             name = f"{path.name} K={num_draft_tokens}"

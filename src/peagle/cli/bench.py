@@ -251,16 +251,16 @@ def depths_of(drafter: "Drafter", wanted: Numbers | None) -> Numbers:
     if wanted is None:
         return (drafter.config.usual_num_draft_tokens,)
     drafter.check_num_draft_tokens(min(wanted))
-    deepest = drafter.config.num_draft_tokens or max(wanted)
-    too_deep = [depth for depth in wanted if depth > deepest]
+    depths = drafter.config.depths_within(wanted)
+    too_deep = [str(depth) for depth in wanted if depth not in depths]
     if too_deep:
         log.info(
             "%s is left out at %s draft tokens: its drafter was trained for %d",
             drafter.config.method,
-            ", ".join(map(str, too_deep)),
-            deepest,
+            ", ".join(too_deep),
+            drafter.config.num_draft_tokens,
         )
-    return tuple(depth for depth in wanted if depth <= deepest)
+    return depths
 
 
 def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafter"]:

@@ -1,5 +1,6 @@
 """What a drafter is made of. Plain data: no torch, no files (`config_json.py` maps it to and from vLLM's form)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -118,6 +119,11 @@ class DrafterConfig:
     @property
     def method(self) -> str:
         return "p-eagle" if self.parallel else "eagle3"
+
+    def depths_within(self, wanted: Iterable[int]) -> tuple[int, ...]:
+        """Those of `wanted` numbers of draft tokens that the drafter was trained for."""
+        limit = self.num_draft_tokens
+        return tuple(depth for depth in wanted if limit is None or depth <= limit)
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
         """Refuse a draft depth the drafter cannot serve well: acceptance falls to nothing beyond the trained depth."""

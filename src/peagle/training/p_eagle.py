@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, S slots, N slots with a label, A aux width, D width, E
 """
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from peagle.drafter.model import Drafter, KeyValues
 from peagle.drafter.slots import Slots, slot_inputs
 from peagle.training.attention import attend, block_mask, blocks_seen, dense_mask
-from peagle.training.batches import Batch
+from peagle.training.batches import Batch, Part
 from peagle.training.config import TrainConfig
 from peagle.training.labels import Labels
 from peagle.training.losses import LabelLoss
@@ -65,13 +66,8 @@ class ParallelObjective:
         leaves = tuple(part.detach().requires_grad_() for part in fused)
         with autocast():
             context = self._read_text(batch, leaves) if len(batch.parts) > 1 else []
-        departures_BT = None
-        if self.config.labels == "reached":
-            departures_BT = num_departures(batch.token_ids_BT, features, batch.chunk_shape.num_labels)
         results = []
-        for segment, labels in reversed(batch.parts):
-            if departures_BT is not None:
-                labels = reached(labels, departures_BT)
+        for segment, labels in reversed(self._parts(batch, features)):
             with autocast():
                 states_BSD, key_values = self._run(batch.token_ids_BT, leaves, segment, context)
                 # Not compiled with the norm: batches differ in the number of labels.
@@ -88,6 +84,13 @@ class ParallelObjective:
         torch.autograd.backward(fused, [leaf.grad for leaf in leaves])
         loss, sums = (torch.stack(parts).sum(0) for parts in zip(*results, strict=True))
         return loss, sums
+
+    def _parts(self, batch: Batch, features: "Features") -> Sequence[Part]:
+        """The batch's segments with those of their labels that the settings want learned."""
+        if self.config.labels == "all":
+            return batch.parts
+        departures_BT = num_departures(batch.token_ids_BT, features, batch.chunk_shape.num_labels)
+        return [Part(segment, reached(labels, departures_BT)) for segment, labels in batch.parts]
 
     @torch.no_grad()
     def _read_text(self, batch: Batch, fused: tuple[Tensor, Tensor]) -> KeyValues:
