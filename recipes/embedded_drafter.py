@@ -2,7 +2,7 @@
 
     python recipes/embedded_drafter.py synthesize --work runs/embedded --seconds 200 --given gsm8k_train.jsonl
     python recipes/embedded_drafter.py answer     --work runs/embedded --prompts mt_bench=question.jsonl ...
-    python recipes/embedded_drafter.py train      --work runs/embedded --settings num_steps=4000
+    python recipes/embedded_drafter.py train      --work runs/embedded --settings num_steps=6000
     python recipes/embedded_drafter.py replay     --work runs/embedded
 
 The same as `peagle data` and `peagle train` with these settings, for machines where nothing can be installed: it needs
@@ -41,6 +41,7 @@ TRAINING: dict[str, Any] = {
     "num_layers": 4,
     "num_draft_tokens": 8,
     "init": "random",
+    "loss": "ce",
     "batch_size": 64,
     "log_every": 50,
     "save_every": 1000,
@@ -115,11 +116,12 @@ def train(target: HFTarget, arguments: argparse.Namespace) -> None:
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
     if "from_drafter" in given:
         given |= {"from_drafter": Path(given["from_drafter"]), "init": "target"}  # it goes on as it was, not anew
+    labels = "all" if given.get("method") == "eagle3" else "reached"
     config = TrainConfig(
         data=arguments.work / "data",
         held_out=arguments.work / "data" / "held_out",
         output=arguments.work / arguments.output,
-        **({"max_length": arguments.max_length} | TRAINING | given),
+        **({"max_length": arguments.max_length, "labels": labels} | TRAINING | given),
     )
     train_drafter(target, config, print_metrics)
 

@@ -46,8 +46,8 @@ class TrainConfig:
     """shared: the target's table with a mask row of the drafter's own; own: a copy that is trained"""
     init: Literal["target", "random"] = "target"
     """start the layers from the target's last ones, or from noise"""
-    loss: Literal["kl", "ce", "kl+ce"] = "kl"
-    """match the target's whole distribution, its most likely token, or both (the sum)"""
+    loss: Literal["kl", "ce", "kl+ce"] = "ce"
+    """match the target's most likely token (ce), its whole distribution (kl), or both (the sum)"""
     labels: Literal["all", "reached"] = "all"
     """p-eagle: learn from every label, or only from those a draft would be judged by: where the text between anchor and
     label is what the target finds likeliest. The same for greedy answers; in sampled ones much of the rest is noise"""
