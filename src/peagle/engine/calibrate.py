@@ -13,7 +13,8 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.engine.draft_cost import StepCosts, acceptance_from_card, choose_num_draft_tokens, speed_table
-from peagle.engine.step import RowState, Step
+from peagle.engine.row_state import RowState
+from peagle.engine.step import Step
 from peagle.targets.paged import LayerShape, PagedTarget, new_memory
 
 log = logging.getLogger(__name__)

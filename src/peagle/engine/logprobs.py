@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from peagle.engine.launch import Logprobs, Pass, Scores
+from peagle.engine.row_state import Decoded
 from peagle.engine.scheduler import Chunk, Plan
-from peagle.engine.step import Decoded
 
 
 def add_logprobs(result: Pass, decoded: Decoded, places: list[int], num_rows: int) -> None:

@@ -28,8 +28,9 @@ from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
 from peagle.engine.logprobs import add_logprobs, add_scores, scored_tokens
 from peagle.engine.packing import join_models, pack_models, quantize_target
 from peagle.engine.request import Request
+from peagle.engine.row_state import Chunks, Decoded, RowState
 from peagle.engine.scheduler import Plan
-from peagle.engine.step import Chunks, Decoded, RowState, Step
+from peagle.engine.step import Step
 from peagle.engine.transfers import Transfers
 from peagle.errors import CapacityError
 from peagle.targets.hf import HFTarget

@@ -23,7 +23,6 @@ width, A concatenated aux width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,81 +34,10 @@ from peagle.decoding.verify import keep_matches
 from peagle.drafter.model import Drafter
 from peagle.drafter.slots import PADDING, batch_serving_slots, slot_inputs
 from peagle.engine.adjustments import Adjustments
+from peagle.engine.row_state import Chunks, Decoded, RowState
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
 from peagle.kernels.choose import choose_tokens
 from peagle.targets.paged import Compile, Memory, PagedTarget
-
-
-@dataclass(frozen=True)
-class RowState:
-    """What the device knows of every row. The last row is nobody's: it pads batches."""
-
-    page_table: Tensor
-    """int32 [R, P]; the last column always holds the waste page, where whatever lies beyond the others goes"""
-    length: Tensor
-    """int64 [R]: tokens in the target's memory, which is the index of the newest token"""
-    tokens: Tensor
-    """int64 [R, L]: the newest token, then its drafts"""
-    max_draft: Tensor
-    """int64 [R]: draft tokens this request wants verified"""
-    seed: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int, num_pages: int, num_draft_tokens: int, device: torch.device) -> "RowState":
-        """State for `num_rows` requests of at most `num_pages` pages."""
-
-        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
-
-        return cls(
-            page_table=zeros(torch.int32, num_pages + 1),
-            length=zeros(torch.int64),
-            tokens=zeros(torch.int64, num_draft_tokens + 1),
-            max_draft=zeros(torch.int64),
-            seed=zeros(torch.int64),
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.int32),
-            top_p=zeros(torch.float32) + 1,
-            min_p=zeros(torch.float32),
-        )
-
-    @property
-    def nobody(self) -> int:
-        return len(self.length) - 1
-
-
-class Chunks(NamedTuple):
-    """Pieces of texts for one prefill pass, one after another in one long row of N tokens, padded to fixed shapes."""
-
-    token_ids_N: Tensor
-    next_ids_N: Tensor
-    """the token after each one; that after a text's last token is not known yet, and may be anything here"""
-    chunk_N: Tensor
-    """the chunk each token belongs to; padding belongs to the last chunk, which has no rows"""
-    row_C: Tensor
-    """the row of each chunk's request"""
-    first_token_C1: Tensor
-    """C + 1 entries: tokens of chunk c are first_token[c] .. first_token[c + 1] - 1"""
-    start_C: Tensor
-    """index in its text of each chunk's first token"""
-    first_write_C: Tensor
-    """tokens of a lower index have their keys in a shared page already"""
-    is_last_C: Tensor
-    """1 or 0: whether the chunk ends its text, so that a token is to be chosen after it"""
-
-
-class Decoded(NamedTuple):
-    """What a pass emits: for each request a count and the tokens wanted, of which so many are emitted."""
-
-    emitted_BL1: Tensor
-    logits_NV: Tensor
-    """what the target said, N = B * L rows for a decode step, one a chunk for a prefill"""
-    scored_logits_SV: Tensor | None = None
-    """what it said after those tokens of a prefill that were asked for"""
 
 
 class Verified(NamedTuple):

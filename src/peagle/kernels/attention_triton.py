@@ -20,6 +20,7 @@ from torch import Tensor
 
 from peagle.kernels.attention import PagedRows
 from peagle.kernels.overlap_triton import can_overlap, take_turn
+from peagle.kernels.softmax_triton import add_sinks, combine, fold, score, share
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
@@ -172,87 +173,6 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _fold(scores, values, high, mass, attended, precision: tl.constexpr):
-    """One step of the running softmax: `scores` [M, T] and `values` [T, E] join what was seen so far."""
-    new_high = tl.maximum(high, tl.max(scores, 1))
-    # A row that has seen nothing yet has high = -inf; 0 in its place keeps exp(-inf - -inf) out.
-    safe_high = tl.where(new_high == float("-inf"), 0.0, new_high)
-    weights = tl.exp(scores - safe_high[:, None])
-    fade = tl.exp(high - safe_high)
-    mass = mass * fade + tl.sum(weights, 1)
-    attended = attended * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=precision)
-    return new_high, mass, attended
-
-
-@triton.jit
-def _score(query, keys, scale, softcap, has_softcap: tl.constexpr, precision: tl.constexpr):
-    scores = tl.dot(query, keys, input_precision=precision) * scale
-    if has_softcap:
-        scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)  # softcap * tanh(scores / softcap)
-    return scores
-
-
-@triton.jit
-def _combine(
-    partial_ptr,
-    counter_ptr,
-    team,
-    split,
-    num_active,
-    high,
-    mass,
-    attended,
-    num_splits: tl.constexpr,
-    tile: tl.constexpr,
-    padded_width: tl.constexpr,
-):
-    """Leave this split's result with the others'. For the last to arrive: the result of all, and True."""
-    lane, column = tl.arange(0, tile), tl.arange(0, padded_width)
-    slice_size: tl.constexpr = tile * (padded_width + 2)
-    mine = partial_ptr + (team * num_splits + split) * slice_size
-    tl.store(mine + lane[:, None] * padded_width + column[None, :], attended)
-    tl.store(mine + tile * padded_width + lane, high)
-    tl.store(mine + tile * padded_width + tile + lane, mass)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
-    is_last = tl.atomic_add(counter_ptr + team, 1, sem="acq_rel") == num_active - 1
-    if is_last:
-        tl.debug_barrier()
-        high = tl.full([tile], float("-inf"), tl.float32)
-        mass = tl.zeros([tile], tl.float32)
-        attended = tl.zeros([tile, padded_width], tl.float32)
-        for other in range(num_active):
-            theirs = partial_ptr + (team * num_splits + other) * slice_size
-            their_attended = tl.load(theirs + lane[:, None] * padded_width + column[None, :])
-            their_high = tl.load(theirs + tile * padded_width + lane)
-            their_mass = tl.load(theirs + tile * padded_width + tile + lane)
-            new_high = tl.maximum(high, their_high)
-            safe_high = tl.where(new_high == float("-inf"), 0.0, new_high)
-            fade, their_fade = tl.exp(high - safe_high), tl.exp(their_high - safe_high)
-            mass = mass * fade + their_mass * their_fade
-            attended = attended * fade[:, None] + their_attended * their_fade[:, None]
-            high = new_high
-        tl.store(counter_ptr + team, 0)
-    return high, mass, attended, is_last
-
-
-@triton.jit
-def _share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr):
-    """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always)."""
-    start = tl.minimum(lowest, context) // step * step
-    num_steps = tl.maximum(tl.cdiv(context - start, step), 1)
-    steps_a_split = tl.cdiv(num_steps, num_splits)
-    begin = start + split * steps_a_split * step
-    return begin, tl.minimum(begin + steps_a_split * step, context), tl.cdiv(num_steps, steps_a_split)
-
-
-@triton.jit
-def _add_sinks(sinks, high, mass, attended):
-    new_high = tl.maximum(high, sinks.to(tl.float32))
-    fade = tl.exp(high - new_high)
-    return mass * fade + tl.exp(sinks.to(tl.float32) - new_high), attended * fade[:, None]
-
-
-@triton.jit
 def _attend_cached(
     query,
     key_pages_ptr,
@@ -289,9 +209,9 @@ def _attend_cached(
         values = tl.load(
             value_pages_ptr + place[:, None] + column[None, :], mask=is_key[:, None] & is_column[None, :], other=0.0
         )
-        scores = _score(query, keys, scale, softcap, has_softcap, precision)
+        scores = score(query, keys, scale, softcap, has_softcap, precision)
         scores = tl.where(is_key[None, :] & (index[None, :] >= lowest[:, None]), scores, float("-inf"))
-        high, mass, attended = _fold(scores, values, high, mass, attended, precision)
+        high, mass, attended = fold(scores, values, high, mass, attended, precision)
     return high, mass, attended
 
 
@@ -347,7 +267,7 @@ def _attend_new(
         place = tl.load(cell_ptr + index, mask=is_kept, other=0).to(tl.int64) * cell_stride
         tl.store(key_pages_ptr + place[None, :] + column[:, None], keys, mask=is_kept[None, :] & is_column[:, None])
         tl.store(value_pages_ptr + place[:, None] + column[None, :], values, mask=is_kept[:, None] & is_column[None, :])
-        scores = _score(query, keys, scale, softcap, has_softcap, precision)
+        scores = score(query, keys, scale, softcap, has_softcap, precision)
         is_seen = is_key[None, :] & (index[None, :] <= row[:, None]) & ((context + index)[None, :] >= lowest[:, None])
         if has_tree:
             allowed = tl.load(
@@ -357,7 +277,7 @@ def _attend_new(
             )
             is_seen = is_seen & (allowed != 0)
         scores = tl.where(is_seen, scores, float("-inf"))
-        high, mass, attended = _fold(scores, values, high, mass, attended, precision)
+        high, mass, attended = fold(scores, values, high, mass, attended, precision)
     return high, mass, attended
 
 
@@ -417,7 +337,7 @@ def _attend(
     if first_of_tile >= num_rows:
         return
     lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_of_tile - window + 1), first_key)
-    begin, end, num_active = _share(lowest_of_tile, context, split, step, num_splits)
+    begin, end, num_active = share(lowest_of_tile, context, split, step, num_splits)
     if split >= num_active:
         return
     entry = tile_index * tile + tl.arange(0, tile)
@@ -449,13 +369,13 @@ def _attend(
     if num_splits > 1:  # noqa: SIM102  # known when compiled; the next is not
         if num_active > 1:
             team = (tl.program_id(1) * tl.num_programs(0) + tile_index).to(tl.int64)
-            high, mass, attended, is_last = _combine(
+            high, mass, attended, is_last = combine(
                 partial_ptr, counter_ptr, team, split, num_active, high, mass, attended, num_splits, tile, padded_width
             )
             if not is_last:
                 return
     if has_sinks:
-        mass, attended = _add_sinks(tl.load(sinks_ptr + head, mask=row < num_rows, other=0.0), high, mass, attended)
+        mass, attended = add_sinks(tl.load(sinks_ptr + head, mask=row < num_rows, other=0.0), high, mass, attended)
     attended = attended / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(
         attended_ptr + ((first + row)[:, None] * num_groups * group_size + head[:, None]) * width + column[None, :],
