@@ -15,7 +15,7 @@ import torch
 from families import family_target, trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
-from peagle.engine import runner as runner_module
+from peagle.engine import recorded_steps
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
@@ -66,10 +66,9 @@ def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest
 
     own = drafter if request.param else None
     engine = Engine(family_target("llama", seed=3), own, request.param, EngineConfig(**SMALL))  # type: ignore[arg-type]
-    monkeypatch.setattr(runner_module, "record", record)
+    monkeypatch.setattr(recorded_steps, "record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    engine.runner.captures = engine.runner._capture_all(lambda *_: None)
-    engine.runner.captures_graphs = True
+    engine.runner.record_steps(lambda *_: None)
     yield engine
     engine.close()
 
@@ -96,7 +95,8 @@ def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch
             num_done += 1
     assert num_done == 2 * len(PROMPTS)
     assert engine.stats().num_pages_used == 0
-    sizes = engine.runner._adjusted_graphs
+    assert engine.runner.recorded is not None
+    sizes = engine.runner.recorded.adjusted
     assert any(isinstance(size, int) for size in sizes) and any(isinstance(size, tuple) for size in sizes)
 
 
@@ -105,11 +105,14 @@ def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, 
         engine.add(PROMPTS[index], wishes(index))
     while engine.has_work:
         engine.step()
-    assert not engine.runner._adjusted_graphs and engine.runner.step.adjustments is None
+    assert engine.runner.recorded is not None
+    assert not engine.runner.recorded.adjusted and engine.runner.step.adjustments is None
 
 
 def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
     object.__setattr__(engine.runner.config, "capture_adjusted", True)
-    captures = engine.runner._capture_all(lambda *_: None)
-    num_sizes = len(engine.runner._decode_graphs) + len(engine.runner._prefill_graphs)
-    assert captures.num_graphs == 2 * num_sizes == 2 * len(engine.runner._adjusted_graphs)
+    engine.runner.record_steps(lambda *_: None)
+    recorded = engine.runner.recorded
+    assert recorded is not None
+    num_sizes = len(recorded.decode_sizes) + len(recorded.prefill_sizes)
+    assert engine.runner.captures.num_graphs == 2 * num_sizes == 2 * len(recorded.adjusted)

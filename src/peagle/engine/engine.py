@@ -29,8 +29,9 @@ from peagle.engine.config import (
 from peagle.engine.launch import Emission, Launch
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, TokenLogprobs, Update
 from peagle.engine.pages import PagePool
+from peagle.engine.recorded_steps import Progress
 from peagle.engine.request import Request
-from peagle.engine.runner import Progress, Runner
+from peagle.engine.runner import Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
 from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
 from peagle.sampling_params import SamplingParams

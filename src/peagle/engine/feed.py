@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
-from peagle.engine.runner import Progress
+from peagle.engine.recorded_steps import Progress
 from peagle.targets.hf import HFTarget
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
-from peagle.engine.runner import Progress, StepTimes
+from peagle.engine.recorded_steps import Progress, StepTimes
 from peagle.errors import ConfigError, PeagleError, RequestError, nearest
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget

@@ -5,30 +5,28 @@ host reads a launch's results while the next one runs. On a CPU `launch` does th
 """
 
 import gc
-import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
 from peagle.drafter.model import Drafter
 from peagle.engine.adjustments import Adjustments
-from peagle.engine.batch import HostRows, pack_chunks, packed_size, split_packed
+from peagle.engine.batch import HostRows, pack_chunks, packed_size
 from peagle.engine.calibrate import calibrate
-from peagle.engine.config import EngineConfig, decode_buckets, prefill_buckets
-from peagle.engine.graphs import Captures, compile_once, record
+from peagle.engine.config import EngineConfig
+from peagle.engine.graphs import Captures, compile_once
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
 from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
 from peagle.engine.logprobs import add_logprobs, add_scores, scored_tokens
 from peagle.engine.packing import join_models, pack_models, quantize_target
+from peagle.engine.recorded_steps import Progress, RecordedSteps, StepTimes, unpacked
 from peagle.engine.request import Request
-from peagle.engine.row_state import Chunks, Decoded, RowState
+from peagle.engine.row_state import RowState
 from peagle.engine.scheduler import Plan
 from peagle.engine.step import Step
 from peagle.engine.transfers import Transfers
@@ -37,25 +35,15 @@ from peagle.targets.hf import HFTarget
 from peagle.targets.load import cache_directory
 from peagle.targets.paged import Compile, LayerShape, PagedTarget
 
-log = logging.getLogger(__name__)
-
 USUAL_CPU_BATCH = 4
 """Requests at a time for which plain decoding on a CPU is made fast."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being prepared, how many parts are done, and of how many."""
-
-
-class StepTimes(NamedTuple):
-    """Seconds on the device of one decode step, and of its two halves."""
-
-    step: float
-    verify: float
-    draft: float
 
 
 class Runner:
     """Owns the device's side of an engine: pages, rows, graphs. Serves one engine."""
+
+    recorded: RecordedSteps | None = None
+    """None where passes run as they are, on a CPU"""
 
     def __init__(
         self,
@@ -72,7 +60,6 @@ class Runner:
         self.config, self.max_batch = config, max_batch
         self.device = target.device
         is_gpu = self.device.type == "cuda"
-        self.captures_graphs = is_gpu if config.capture is None else config.capture
         self.is_asynchronous = is_gpu
         compiles = is_gpu if config.compile is None else config.compile
         compile: Compile | None = compile_once if compiles else None
@@ -106,14 +93,11 @@ class Runner:
                 compile,
             )
             self._transfers = Transfers(self.device)
-            self._decode_rows: list[int] = []
-            self._decode_graphs: dict[int, tuple[Tensor, Callable[[], Decoded]]] = {}
-            self._prefill_graphs: dict[tuple[int, int], tuple[Tensor, Callable[[], Decoded]]] = {}
-            self._adjusted_graphs: dict[int | tuple[int, int], Callable[[], Decoded]] = {}
-            """those of the same sizes for passes that adjust logits, recorded when first needed"""
             self._adjusted_rows: set[int] = set()
             """rows whose adjustments may be others than none"""
-            self.captures = self._capture_all(progress) if self.captures_graphs else Captures(0, 0.0, 0)
+            self.captures = Captures(0, 0.0, 0)
+            if is_gpu if config.capture is None else config.capture:
+                self.record_steps(progress)
         except BaseException as error:
             self.close()
             if isinstance(error, torch.cuda.OutOfMemoryError):
@@ -128,7 +112,7 @@ class Runner:
         for restore in reversed(self._restore):
             restore()
         self._restore = []
-        for name in ("kv_cache", "step", "_decode_graphs", "_prefill_graphs", "_adjusted_graphs"):
+        for name in ("kv_cache", "step", "recorded"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -137,9 +121,17 @@ class Runner:
 
     def recover(self) -> None:
         """After an interrupt at an unknown place: wait for the device, and take nothing it was told for granted."""
-        self._decode_rows = []
+        if self.recorded is not None:
+            self.recorded.forget_rows()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def record_steps(self, progress: Progress) -> None:
+        """Record every shape of a pass; from then on passes are replayed."""
+        self.recorded = RecordedSteps(self.step, self.max_batch, self.config.prefill_tokens, self._transfers)
+        if self.config.capture_adjusted:
+            self.prepare_adjustments()
+        self.captures = self.recorded.record_all(progress, self.config.capture_adjusted)
 
     def prepare_adjustments(self) -> None:
         """Make the tables that requests with penalties, biases or grammars need, if they are not there."""
@@ -225,7 +217,9 @@ class Runner:
 
     def _prefill(self, plan: Plan) -> Pass:
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        bucket = self._prefill_bucket(num_tokens, len(plan.chunks) + 1)
+        bucket = num_tokens, len(plan.chunks) + 1
+        if self.recorded is not None:
+            bucket = self.recorded.bucket(*bucket)
         packed = np.empty(packed_size(*bucket), np.int64)
         pack_chunks(plan.chunks, self.state.nobody, *bucket, packed)
         last = [(index, chunk.request) for index, chunk in enumerate(plan.chunks) if chunk.is_last]
@@ -233,15 +227,13 @@ class Runner:
         scored = scored_tokens(plan)
         if scored:
             # Rare, and of any size: not worth a graph.
-            chunks = _chunks(torch.from_numpy(packed).to(self.device), bucket)
+            chunks = unpacked(torch.from_numpy(packed).to(self.device), bucket)
             places_S = torch.tensor([place for _, places in scored for place in places], device=self.device)
             decoded = self.step.prefill(chunks, adjusts, places_S)
-        elif self.captures_graphs:
-            device_packed, replay = self._prefill_graph(bucket, adjusts)
-            self._transfers.send(packed, device_packed)
-            decoded = replay()
+        elif self.recorded is not None:
+            decoded = self.recorded.prefill(packed, bucket, adjusts)
         else:
-            decoded = self.step.prefill(_chunks(torch.from_numpy(packed).to(self.device), bucket), adjusts)
+            decoded = self.step.prefill(unpacked(torch.from_numpy(packed).to(self.device), bucket), adjusts)
         emitted: Rows = self._transfers.fetch(decoded.emitted_BL1[: len(plan.chunks)])
         if len(last) < len(plan.chunks):
             emitted = SelectedRows(emitted, [index for index, _ in last])
@@ -251,26 +243,11 @@ class Runner:
         self._fetch_drafts(result)
         return result
 
-    def _prefill_bucket(self, num_tokens: int, num_chunks: int) -> tuple[int, int]:
-        if not self.captures_graphs:
-            return num_tokens, num_chunks
-        return next(
-            (tokens, chunks)
-            for tokens, chunks in prefill_buckets(self.config.prefill_tokens)
-            if num_tokens <= tokens and num_chunks <= chunks
-        )
-
     def _decode(self, requests: Sequence[Request]) -> Pass:
-        rows = [request.row for request in requests]
+        rows = [cast(int, request.row) for request in requests]
         adjusts = any(request.adjusts for request in requests)
-        if self.captures_graphs:
-            size = next(size for size in self._decode_graphs if size >= len(rows))
-            device_rows, replay = self._decode_graph(size, adjusts)
-            padded = rows + [self.state.nobody] * (size - len(rows))
-            if padded != self._decode_rows:
-                self._transfers.send(np.array(padded, np.int64), device_rows)
-                self._decode_rows = padded  # type: ignore[assignment]
-            decoded = replay()
+        if self.recorded is not None:
+            decoded = self.recorded.decode(rows, adjusts)
         else:
             decoded = self.step.decode(torch.tensor(rows, device=self.device), adjusts)
         emitted = self._transfers.fetch(decoded.emitted_BL1[: len(rows)])
@@ -338,107 +315,10 @@ class Runner:
         logits = (logit_bytes * num_logits + row_bytes * self.max_batch) * self.target.vocab_size
         return logits + 4 * num_rows * width + 2**30
 
-    @torch.no_grad()
-    def _capture_all(self, progress: Progress) -> Captures:
-        """Record every shape, the largest first, so that the others fit into the memory it needed."""
-        started, free = time.perf_counter(), free_bytes(self.device)
-        decode_sizes = decode_buckets(self.max_batch)[::-1]
-        prefill_sizes = prefill_buckets(self.config.prefill_tokens)[::-1]
-        total, self._pool = len(decode_sizes) + len(prefill_sizes), torch.cuda.graph_pool_handle()
-        pool = self._pool
-        for num_done, bucket in enumerate(prefill_sizes):
-            progress(f"prefill of {bucket[0]} tokens", num_done, total)
-            device_packed = self._no_chunks(bucket)
-            chunks = _chunks(device_packed, bucket)
-            self._prefill_graphs[bucket] = device_packed, record(lambda c=chunks: self.step.prefill(c), pool)  # type: ignore[misc]
-        graphs = {}
-        for num_done, size in enumerate(decode_sizes, start=len(prefill_sizes)):
-            progress(f"decoding {size} requests", num_done, total)
-            rows = torch.full((size,), self.state.nobody, device=self.device)
-            graphs[size] = rows, record(lambda r=rows: self.step.decode(r), pool)  # type: ignore[misc]
-        self._decode_graphs = dict(sorted(graphs.items()))
-        if self.config.capture_adjusted:
-            self.prepare_adjustments()
-            for bucket in prefill_sizes:
-                self._prefill_graph(bucket, adjusts=True)
-            for size in decode_sizes:
-                self._decode_graph(size, adjusts=True)
-            total += len(self._adjusted_graphs)
-        progress("ready", total, total)
-        captures = Captures(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
-        log.info("%d graphs in %.1f s, %.2f GiB", total, captures.seconds, captures.num_bytes / 2**30)
-        return captures
-
-    def _no_chunks(self, bucket: tuple[int, int]) -> Tensor:
-        packed = np.empty(packed_size(*bucket), np.int64)
-        pack_chunks((), self.state.nobody, *bucket, packed)
-        return torch.from_numpy(packed).to(self.device)
-
-    def _decode_graph(self, size: int, adjusts: bool) -> tuple[Tensor, Callable[[], Decoded]]:
-        rows, replay = self._decode_graphs[size]
-        if not adjusts:
-            return rows, replay
-        if size not in self._adjusted_graphs:
-            rows.fill_(self.state.nobody)  # recording runs the step, which must touch nobody
-            self._decode_rows = []
-            self._adjusted_graphs[size] = record(lambda: self.step.decode(rows, adjusts=True), self._pool)
-        return rows, self._adjusted_graphs[size]
-
-    def _prefill_graph(self, bucket: tuple[int, int], adjusts: bool) -> tuple[Tensor, Callable[[], Decoded]]:
-        packed, replay = self._prefill_graphs[bucket]
-        if not adjusts:
-            return packed, replay
-        if bucket not in self._adjusted_graphs:
-            packed.copy_(self._no_chunks(bucket))
-            chunks = _chunks(packed, bucket)
-            self._adjusted_graphs[bucket] = record(lambda: self.step.prefill(chunks, adjusts=True), self._pool)
-        return packed, self._adjusted_graphs[bucket]
-
-    @torch.no_grad()
-    def step_times(self, batch: int, length: int = 256, repeats: int = 30) -> StepTimes | None:
-        """Replay the step at a batch size over texts of `length`, whole and without its draft; None on a CPU.
-
-        Only while nothing runs: it writes to rows and pages.
-        """
-        if not self.captures_graphs:
-            return None
-        size = next(size for size in self._decode_graphs if size >= batch)
-        rows, replay = self._decode_graphs[size]
-        saved = rows.clone(), self.state.page_table.clone()
-        rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
-        num_columns = self.state.page_table.shape[1] - 1
-        pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (self.kv_cache.num_pages - 1)
-        self.state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
-        length = max(1, min(length, num_columns * self.config.page_size - (repeats + 2) * (self.num_draft_tokens + 1)))
-        step = self._seconds(replay, length, repeats)
-        verify = step
-        if self.drafter is not None:
-            verify = self._seconds(
-                record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle()), length, repeats
-            )
-        rows.copy_(saved[0])
-        self.state.page_table.copy_(saved[1])
-        self._decode_rows = []
-        return StepTimes(step, verify, step - verify)
-
-    def _seconds(self, replay: Callable[[], Any], length: int, repeats: int) -> float:
-        best = float("inf")
-        for _ in range(3):
-            self.state.length.fill_(length)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(repeats):
-                replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1000 / repeats)
-        self.state.length.zero_()
-        return best
+    def step_times(self, batch: int) -> StepTimes | None:
+        """How long a decode step of so many requests takes; None on a CPU. Only while nothing runs."""
+        return None if self.recorded is None else self.recorded.step_times(batch, self.kv_cache.num_pages)
 
 
 def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(module, *args, **kwargs)
-
-
-def _chunks(packed: Tensor, bucket: tuple[int, int]) -> Chunks:
-    return Chunks(*(packed[part] for part in split_packed(*bucket)))
