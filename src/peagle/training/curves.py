@@ -95,7 +95,7 @@ def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
         accuracy_axes.plot(steps, values, color=color, linewidth=1.5, marker=marker, label=str(depth))
     accuracy_axes.set_title("agrees with the target's likeliest token, by depth", fontsize=10)
     accuracy_axes.set_ylim(0, 1)
-    accuracy_axes.legend(title="depth", fontsize=8, title_fontsize=8, frameon=False, ncols=2, loc="upper left")
+    accuracy_axes.legend(title="depth", fontsize=8, title_fontsize=8, frameon=False, ncols=2, loc="best")
     replays = [line for line in lines if "replay" in line]
     if replays:
         values = [line["replay"]["acceptance_length"] for line in replays]
