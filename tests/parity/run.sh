@@ -150,7 +150,8 @@ make_environments() {
     make_clients_environment
 }
 
-judge_by_speculators_and_clients() {
+# Speculators and the clients; and the gate, which takes the shorter lane.
+judge_by_the_others() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
         judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
@@ -164,6 +165,10 @@ judge_by_speculators_and_clients() {
         "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
     judge clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
         "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
+    if (($# == 0)); then
+        judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
+    fi
     return "$status"
 }
 
@@ -176,8 +181,6 @@ judge_by_vllm() {
             --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
         judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
-        judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
     return "$status"
 }
@@ -195,7 +198,7 @@ fi
 wait "$environments"
 judge_by_vllm "$@" &
 vllm_lane=$!
-judge_by_speculators_and_clients "$@" || status=1
+judge_by_the_others "$@" || status=1
 wait "$vllm_lane" || status=1
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi
