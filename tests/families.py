@@ -160,7 +160,13 @@ def trained_drafter(
 
 def sequential(drafter: Drafter, target: HFTarget) -> Drafter:
     """The same weights drafting one token at a time, as EAGLE-3 does."""
-    config = replace(drafter.config, parallel=False, mask_token_id=None)
-    twin = Drafter(config, target.embedding_VD, target.head_VD).to(target.device, target.dtype)
-    twin.load_state_dict({k: v for k, v in drafter.state_dict().items() if not k.startswith("mask_")})
-    return twin.eval().requires_grad_(False)
+    return twin(drafter, target, parallel=False, mask_token_id=None)
+
+
+def twin(drafter: Drafter, target: HFTarget, **changes: Any) -> Drafter:
+    """The same weights beside `target` where it is now, with other settings."""
+    copy = Drafter(replace(drafter.config, **changes), target.embedding_VD, target.head_VD)
+    copy = copy.to(target.device, target.dtype)
+    wanted = copy.state_dict().keys()
+    copy.load_state_dict({name: tensor for name, tensor in drafter.state_dict().items() if name in wanted})
+    return copy.eval().requires_grad_(False)

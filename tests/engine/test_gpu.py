@@ -1,11 +1,11 @@
-"""The captured engine on a GPU: equal to the reference decoder in float32, and to itself whatever shares the batch."""
+"""The captured engine on a GPU: equal in float32 to the reference decoder on a CPU, whatever shares the batch."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from families import FAMILIES, family_target, sequential, trained_drafter
+from families import FAMILIES, family_target, sequential, trained_drafter, twin
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -37,17 +37,15 @@ def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None
     greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]
     parallel = trained_drafter(target, texts)
-    one_by_one = sequential(parallel, target)
-    for model in (target.model, parallel, one_by_one):
-        model.to("cuda")
     params = [SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
-    for own, num_drafts in ((None, 0), (parallel, 4), (one_by_one, 3)):
-        expected = answers(target, own, num_drafts, params)
-        with LLM(target, own, num_drafts or None, num_pages=160, **SMALL) as llm:
+    expected = answers(target, None, 0, params)
+    assert expected == answers(target, parallel, 4, params)
+    target.model.to("cuda")
+    for own, num_drafts in ((None, None), (twin(parallel, target), 4), (sequential(parallel, target), 3)):
+        with LLM(target, own, num_drafts, num_pages=160, **SMALL) as llm:
             outputs = llm.generate(PROMPTS, params)
             stats = llm.engine.stats()
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-        assert found == expected
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert stats.num_pages_used == 0
 
 
@@ -57,8 +55,6 @@ def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_dec
     greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]
     drafter = trained_drafter(target, texts)
-    target.model.to("cuda")
-    drafter.to("cuda")
     wishes: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "logit_bias": {50: 3.0}},
@@ -69,10 +65,11 @@ def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_dec
         SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index, **wishes[index % 4])
         for index in range(len(PROMPTS))
     ]
-    for own, num_drafts in ((None, 0), (drafter, 4)):
-        expected = answers(target, own, num_drafts, params)
+    expected = answers(target, drafter, 4, params)
+    target.model.to("cuda")
+    for own, num_drafts in ((None, None), (twin(drafter, target), 4)):
         settings = {"num_pages": 160, "capture_adjusted": capture_adjusted, **SMALL}
-        with LLM(target, own, num_drafts or None, **settings) as llm:
+        with LLM(target, own, num_drafts, **settings) as llm:
             outputs = llm.generate(PROMPTS, params)
             again = llm.generate(PROMPTS[::-1], params[::-1])
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
@@ -81,12 +78,12 @@ def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_dec
 
 def test_prompts_are_scored_beside_captured_steps() -> None:
     target = family_target("llama")
-    target.model.to("cuda")
     params = [SamplingParams(max_tokens=8, prompt_logprobs=2 if index % 2 else None) for index in range(len(PROMPTS))]
     plain = [SamplingParams(max_tokens=8)] * len(PROMPTS)
     expected = answers(target, None, 0, plain)
     with torch.no_grad():
-        wanted = [target.forward(torch.tensor([prompt], device="cuda")).logits_BTV[0] for prompt in PROMPTS]
+        wanted = [target.forward(torch.tensor([prompt])).logits_BTV[0] for prompt in PROMPTS]
+    target.model.to("cuda")
     with LLM(target, None, **SMALL) as llm:
         outputs = llm.generate(PROMPTS, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected

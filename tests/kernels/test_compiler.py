@@ -5,14 +5,15 @@ import warnings
 import pytest
 import torch
 
-from peagle.kernels.compiler import ADVICE, compiled
+from peagle.kernels.compiler import NOTES, compiled
 
 
-def test_the_advice_to_round_float32_is_not_passed_on_and_other_warnings_are(monkeypatch):
+@pytest.mark.parametrize("note", NOTES)
+def test_what_users_can_do_nothing_about_is_not_passed_on_and_other_warnings_are(note, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)  # loading it warns of other things
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(lambda x: x, dynamic=True)
-        warnings.warn(f"{ADVICE}. Consider setting ...", stacklevel=1)
+        warnings.warn(f"\n{note}. And so on.", stacklevel=1)
         with pytest.raises(UserWarning, match="else"):
             warnings.warn("something else", stacklevel=1)

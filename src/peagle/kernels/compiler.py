@@ -6,14 +6,19 @@ from typing import Any
 
 import torch
 
-ADVICE = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
+NOTES = (
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",
+    "Online softmax is disabled on the fly",
+)
+"""beginnings of what torch's compiler tells users of a GPU and they can do nothing about"""
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
     """`function`, compiled at its first call: for any batch size at once where `dynamic`, else for each shape.
 
-    The compiler advises every user of a GPU to let float32 products round to 10 bits. Here float32 is what answers are
-    compared in, so the advice is not passed on.
+    The compiler advises to let float32 products round to 10 bits, but float32 is what answers are compared in here; and
+    it says which softmax it splits, of the experts' routers. Neither is passed on.
     """
-    warnings.filterwarnings("ignore", message=ADVICE, category=UserWarning)
+    for note in NOTES:
+        warnings.filterwarnings("ignore", message=rf"\s*{note}", category=UserWarning)
     return torch.compile(function, dynamic=dynamic)
