@@ -98,6 +98,15 @@ def test_the_plot_has_a_line_for_each_method(document, tmp_path):
     assert "<!-- transformers static compiled -->" not in text, "it was not measured"
 
 
+def test_the_plot_shows_the_speed_up_where_there_is_something_to_compare_with(document, tmp_path):
+    title = "<!-- times plain decoding -->"
+    for cells, is_shown in ((document["cells"], True), (document["cells"][:2], False)):
+        plot(document | {"cells": cells}, tmp_path / "plot.svg")
+        assert (title in (tmp_path / "plot.svg").read_text()) is is_shown
+    plot(document_of(RESULTS[2:3], **FACTS), tmp_path / "plot.svg")
+    assert title not in (tmp_path / "plot.svg").read_text(), "plain decoding was not run"
+
+
 def test_a_plot_may_be_a_png(document, tmp_path):
     plot(document, tmp_path / "plot.PNG")
     assert (tmp_path / "plot.PNG").read_bytes().startswith(b"\x89PNG")

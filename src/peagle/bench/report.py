@@ -1,4 +1,4 @@
-"""A sweep as a document, as tables, and as a plot of throughput against concurrency."""
+"""A sweep as a document, as tables, and as a plot of throughput and speed-up against concurrency."""
 
 import importlib.util
 import json
@@ -171,44 +171,56 @@ def check_plot(path: Path) -> None:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draw throughput against concurrency, a line for each method and number of draft tokens, anchors dashed."""
+    """Draw throughput against concurrency, a line for each method and number of draft tokens, anchors dashed.
+
+    Where plain decoding was measured too, a second panel has the speed-up over it: below its line drafts do not pay.
+    """
     check_plot(path)
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter
+
+    measured = [cell for cell in document["cells"] if cell["output_tokens_per_second"]]
+    if not measured:
+        raise ConfigError(f"--plot {path}: no cell was measured, so there is nothing to draw")
+    compared = [cell for cell in measured if cell["speedup"]]
+    panels = 2 if any(cell["method"] != PLAIN for cell in compared) else 1
+    figure = Figure(figsize=(5.5 * panels + 2, 5.5), layout="constrained")
+    throughput, *others = figure.subplots(1, panels, squeeze=False)[0]
+    _draw(throughput, measured, "output_tokens_per_second")
+    throughput.set_yscale("log")
+    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    throughput.yaxis.set_major_formatter(thousands)
+    throughput.yaxis.set_minor_formatter(
+        FuncFormatter(lambda value, _: thousands(value) if _leads(value, (2, 5)) else "")
+    )
+    throughput.set_ylabel("output tokens/s")
+    for speedup in others:
+        _draw(speedup, compared, "speedup")
+        speedup.set_ylim(bottom=0)
+        speedup.set_ylabel("times plain decoding")
+    figure.suptitle(_title(document), fontsize=9)
+    figure.legend(*throughput.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside right center")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Any, cells: Sequence[dict[str, Any]], quantity: str) -> None:
+    from matplotlib.ticker import NullLocator
 
     curves: dict[str, list[dict[str, Any]]] = {}
-    for cell in document["cells"]:
-        if cell["output_tokens_per_second"]:
-            curves.setdefault(cell["label"], []).append(cell)
-    if not curves:
-        raise ConfigError(f"--plot {path}: no cell was measured, so there is nothing to draw")
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
+    for cell in cells:
+        curves.setdefault(cell["label"], []).append(cell)
     counts: dict[str, int] = {}
-    for label, cells in curves.items():
-        axes.plot(
-            [cell["concurrency"] for cell in cells],
-            [cell["output_tokens_per_second"] for cell in cells],
-            label=label,
-            linewidth=1.8,
-            markersize=5.5,
-            **_style(cells[0]["method"], counts),
-        )
-    concurrency = sorted({cell["concurrency"] for cells in curves.values() for cell in cells})
+    for label, points in curves.items():
+        style = _style(points[0]["method"], counts)
+        places = [cell["concurrency"] for cell in points]
+        axes.plot(places, [cell[quantity] for cell in points], label=label, linewidth=1.8, markersize=5.5, **style)
+    concurrency = sorted({cell["concurrency"] for cell in cells})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.set_xticks(concurrency, labels=[str(places) for places in concurrency])
     axes.xaxis.set_minor_locator(NullLocator())
-    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(thousands)
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: thousands(value) if _leads(value, (2, 5)) else ""))
     axes.set_xlabel("concurrent requests")
-    axes.set_ylabel("output tokens/s")
-    axes.set_title(_title(document), fontsize=9)
     axes.grid(True, which="both", color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.savefig(path, dpi=150)
 
 
 def _style(method: str, counts: dict[str, int]) -> dict[str, Any]:
