@@ -104,13 +104,15 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
-        require(self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(self.temperature >= 0, "temperature", "0 or more")
+        # The upper limits are where numbers would leave what a GPU computes with, far from where they mean something.
+        require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1 and below 2**31")
+        require(0 <= self.temperature <= 1e6, "temperature", "between 0 and 1e6")
         require(self.top_k >= 0, "top_k", "0 (all tokens) or more")
         require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         require(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         require(all(self.stop), "stop", "a list of non-empty strings")
+        require(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "a list of token ids, 0 or more")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
         require(
             len(self.logit_bias) <= MAX_LOGIT_BIASES
@@ -118,7 +120,7 @@ class SamplingParams:
             "logit_bias",
             f"at most {MAX_LOGIT_BIASES} token ids with numbers between -100 and 100",
         )
-        require(0 < self.repetition_penalty < float("inf"), "repetition_penalty", "above 0")
+        require(1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", "between 0.001 and 1000")
         require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
         require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         if self.grammar is not None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -252,6 +254,7 @@ def test_an_error_of_the_engine_reaches_every_stream_and_every_later_call(
         nonlocal num_launches
         num_launches += 1
         if num_launches > 5:
+            _pages = engine.runner.kv_cache  # as the frames of a real step hold them
             raise ZeroDivisionError("a mistake of ours")
         return launch(plan)  # type: ignore[arg-type]
 
@@ -267,8 +270,11 @@ def test_an_error_of_the_engine_reaches_every_stream_and_every_later_call(
             assert "the engine has stopped: ZeroDivisionError('a mistake of ours')" in str(error)
             assert isinstance(error.__cause__, ZeroDivisionError)
 
+    pages = weakref.ref(engine.runner.kv_cache.target_memory[0][0])
     run(engine, use)
     assert "the engine has stopped" in caplog.text, "whoever runs the server sees where it came from"
+    gc.collect()
+    assert pages() is None, "what is still raised must not hold the memory"
 
 
 def test_calls_that_the_thread_never_came_to_raise_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

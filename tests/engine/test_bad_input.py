@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from families import BASE, family_target
 from peagle.decoding.reference import decode
@@ -110,6 +110,14 @@ def test_a_layer_that_attends_by_itself_is_refused_by_its_number_and_the_target_
     assert torch.equal(target.forward(torch.tensor([[5, 6, 7]])).logits_BTV, before)
 
 
+def test_a_target_whose_mask_our_attention_does_not_make_is_refused_by_its_kind() -> None:
+    sizes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    config = Llama4TextConfig(**BASE, **sizes, layer_types=["chunked_attention"] * 3 + ["full_attention"])
+    target = HFTarget(Llama4ForCausalLM(config), tiny_tokenizer(), name="chunks")
+    with pytest.raises(TargetError, match="Llama4ForCausalLM has layers of chunked_attention"):
+        Engine(target)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -125,6 +133,7 @@ def test_a_layer_that_attends_by_itself_is_refused_by_its_number_and_the_target_
         ([5], {"seed": 1.5}, "seed must be a whole number, got 1.5"),
         ([5], {"stop": (5,)}, "stop must be"),
         ([5], {"stop": "text"}, "stop must be"),
+        ([5], {"stop_token_ids": (1.5,)}, "stop_token_ids must name tokens by their ids"),
     ],
 )
 def test_a_refused_request_leaves_the_others_their_answers(
@@ -163,9 +172,18 @@ def test_a_second_request_of_the_same_id_is_refused_while_the_first_goes_on(engi
     assert engine.abort("twice") and not engine.abort("twice")
 
 
+def test_an_id_that_the_engine_gives_is_never_one_that_a_caller_chose(engine: Engine) -> None:
+    _, number = engine.add([5, 6], SHORT).split("-")
+    taken = [f"request-{int(number) + index}" for index in (1, 2, 4)]
+    given = [engine.add([5, 6], SHORT, request_id=name) for name in taken] + [engine.add([7], SHORT) for _ in range(3)]
+    assert len(set(given)) == 6
+    while engine.has_work:
+        engine.step()
+
+
 def test_huge_top_k_and_extreme_temperatures_are_served(engine: Engine) -> None:
     """Wishes that no row of 32 bits could hold, or that overflow a softmax, must not stop a step."""
-    for params in ({"top_k": 2**40}, {"temperature": 1e-30}, {"temperature": 1e30}, {"top_p": 1e-9}, {"min_p": 1.0}):
+    for params in ({"top_k": 2**40}, {"temperature": 1e-30}, {"temperature": 1e6}, {"top_p": 1e-9}, {"min_p": 1.0}):
         engine.add([5, 6, 7], SamplingParams(**{"max_tokens": 4, "temperature": 1.0} | params))
     num_before = engine.stats().num_finished
     while engine.has_work:

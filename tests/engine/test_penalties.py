@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,25 @@ def test_tables_are_made_by_the_first_request_that_needs_them(engine: Engine) ->
     assert engine.runner.step.adjustments is None, "nobody has asked"
     serve(engine, PROMPTS[:4], [PLAIN] * 3 + [replace(PLAIN, presence_penalty=1.0)])
     assert engine.runner.step.adjustments is not None
+
+
+def test_what_an_interrupted_request_left_in_its_row_is_not_the_next_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, penalized = SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, presence_penalty=0.5)
+    wanted = [output.outputs for output in serve(engine, PROMPTS[:2], [plain, penalized])]
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine.runner._adjusted_rows.clear()  # as in an engine whose rows nobody with a wish has had
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "bincount", interrupt)
+        engine.add(PROMPTS[0], SamplingParams(max_tokens=4, logit_bias={50: 100.0}))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.reset()
+    assert [output.outputs for output in serve(engine, PROMPTS[:2], [plain, penalized])] == wanted
 
 
 def test_penalties_do_what_their_names_say(engine: Engine, target: HFTarget) -> None:
@@ -205,8 +225,11 @@ def test_what_is_not_allowed_has_no_chance_and_neutral_settings_change_no_bit() 
     [
         ({"frequency_penalty": 2.1}, "frequency_penalty must be between -2 and 2, got 2.1"),
         ({"presence_penalty": float("nan")}, "presence_penalty must be between -2 and 2, got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0, got inf"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be between 0.001 and 1000, got 0.0"),
+        ({"repetition_penalty": 1e39}, r"repetition_penalty must be between 0.001 and 1000, got 1e\+39"),
+        ({"temperature": 1e39}, r"temperature must be between 0 and 1e6, got 1e\+39"),
+        ({"max_tokens": 2**31}, r"max_tokens must be at least 1 and below 2\*\*31"),
+        ({"stop_token_ids": (-1,)}, r"stop_token_ids must be a list of token ids, 0 or more, got \(-1,\)"),
         ({"logit_bias": {3: 101.0}}, "logit_bias must be at most 300 token ids with numbers between -100 and 100"),
         ({"logit_bias": {-3: 1.0}}, "logit_bias must be at most 300 token ids"),
         ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias must be at most 300 token ids"),

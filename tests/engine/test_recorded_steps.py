@@ -19,6 +19,7 @@ from peagle.engine import recorded_steps
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
+from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
@@ -98,6 +99,42 @@ def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch
     assert engine.runner.recorded is not None
     sizes = engine.runner.recorded.adjusted
     assert any(isinstance(size, int) for size in sizes) and any(isinstance(size, tuple) for size in sizes)
+
+
+def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event:
+        """The clock of a device that there is not."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1.0
+
+    def ask() -> RequestOutput:
+        engine.add(PROMPTS[4], SamplingParams(max_tokens=12))
+        with pytest.raises(RequestError, match="requests are being served"):
+            engine.step_times(2)
+        outputs: list[RequestOutput] = []
+        while engine.has_work:
+            outputs += engine.step()
+        return outputs[0]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    first, second = ask(), ask()
+    assert second.metrics.num_cached_tokens > 0
+    assert engine.step_times(2) is not None
+    third = ask()
+    assert third.metrics.num_cached_tokens == 0
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == third.outputs[0].token_ids
 
 
 def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, target: HFTarget) -> None:

@@ -154,6 +154,7 @@ def test_several_answers_are_those_of_separate_requests_with_the_seeds_after(eng
         assert (completion.index, completion.token_ids) == (index, alone.token_ids)
     assert outputs[other].outputs[0].token_ids == expected(target, PROMPTS[6], sampled(3)).token_ids
     assert len({completion.token_ids for completion in outputs[name].outputs}) > 1, "answers differ"
+    assert outputs[name].metrics.num_cached_tokens <= len(PROMPTS[5]), "the prompt counts once"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

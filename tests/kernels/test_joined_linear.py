@@ -24,6 +24,7 @@ class Block(nn.Module):
 def test_joining_and_parting_keep_the_state_dict_and_the_results(bias: bool) -> None:
     block = Block(bias=bias)
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    parameters = dict(block.named_parameters())
     inputs = [torch.randn(3, 8), torch.randn(1, 5, 8)]
     wanted = [block(x) for x in inputs]
     for change, num_parts in ((join_linears, 3), (part_linears, 0)):
@@ -34,6 +35,8 @@ def test_joining_and_parting_keep_the_state_dict_and_the_results(bias: bool) -> 
         for x, result in zip(inputs, wanted, strict=True):
             assert torch.allclose(block(x), result, atol=1e-6)
     assert type(block.q_proj) is nn.Linear
+    assert all(parameter is parameters[name] for name, parameter in block.named_parameters()), "an optimizer has them"
+    assert all(parameter.requires_grad for parameter in block.parameters())
     assert block.q_proj.weight.untyped_storage().nbytes() == 12 * 8 * 4, "memory of its own, not a view"
 
 

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from families import FAMILIES, family_target
+from families import BASE, FAMILIES, family_target
 from peagle.errors import TargetError
 from peagle.kernels.attention import PagedRows
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import PagedTarget
+from tiny import tiny_tokenizer
 
 TEXT = [(13 * place) % 260 + 4 for place in range(19)]
 
@@ -41,6 +43,26 @@ def test_pieces_of_a_text_give_the_logits_and_states_of_one_forward(family: str)
         assert torch.allclose(aux_NA, whole.aux_hidden_BTA[0, start:end], atol=2e-4), f"states {start}..{end}"
     last_RV, _ = paged.forward(ids, positions, memory, rows_of(8, 11), torch.tensor([10]))
     assert torch.allclose(last_RV, whole.logits_BTV[0, -1:], atol=2e-4), "logits of chosen rows only"
+    paged.close()
+
+
+def test_where_rotary_frequencies_follow_the_longest_text_a_target_holds_what_they_are_the_same_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(3)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2, 4, 8]}
+    config = LlamaConfig(**BASE, rope_parameters=rope | {"original_max_position_embeddings": 40})
+    target = HFTarget(LlamaForCausalLM(config), tiny_tokenizer(), name="long")
+    assert target.max_length == 40 and "at most 40 tokens here, not 160: longrope" in caplog.text
+    whole = target.forward(torch.tensor([TEXT]))
+    paged = PagedTarget(target)
+    ids, positions = torch.tensor(TEXT), torch.arange(len(TEXT))
+    logits_NV, _ = paged.forward(ids, positions, paged.new_memory(6, 4), rows_of(0, len(TEXT)), None)
+    assert torch.allclose(logits_NV, whole.logits_BTV[0], atol=2e-4)
+    rotary = target.model.model.rotary_emb
+    near, _ = rotary(torch.zeros(1, 2, 1), torch.tensor([[1, 2]]))
+    far, _ = rotary(torch.zeros(1, 2, 1), torch.tensor([[1, 150]]))
+    assert torch.equal(near[:, 0], far[:, 0]), "a position is turned alike whatever is beside it"
     paged.close()
 
 

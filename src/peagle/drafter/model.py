@@ -6,6 +6,7 @@ Shapes: B rows or requests, S slots (query rows), C cached plus new slots (key r
 A concatenated aux width, V draft vocabulary.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -39,8 +40,11 @@ class DrafterOutput(NamedTuple):
 class Rotary(LlamaRotaryEmbedding):
     """transformers' rotary embedding, with all its scalings, whose frequencies stay float32 in any precision.
 
-    Rounded to bfloat16 they would put position 1000 several whole positions off.
+    Rounded to bfloat16 they would put position 1000 several whole positions off. transformers' look at the longest
+    text of a batch, which some scalings change by, is left out: texts must not depend on their neighbors.
     """
+
+    forward = inspect.unwrap(LlamaRotaryEmbedding.forward)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)

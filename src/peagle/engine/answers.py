@@ -43,6 +43,11 @@ class Group:
     answers: list[Answer] = field(default_factory=list)
     first_token_at: float | None = None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed; the answers after the first always find it."""
+        return self.answers[0].request.num_cached_tokens
+
 
 def end_of(tokens: list[int], request: Request) -> tuple[int, FinishReason | None]:
     """How many of the new tokens belong to the answer, and why it ends with them, if it does."""

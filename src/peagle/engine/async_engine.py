@@ -14,6 +14,7 @@ import itertools
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -194,6 +195,7 @@ class AsyncEngine:
         except BaseException as error:
             self._error = error
             log.exception("the engine has stopped")
+            traceback.clear_frames(error.__traceback__)  # what it is raised with later must not hold the pages
         finally:
             self._end()
 

@@ -26,8 +26,9 @@ def check_types(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not isinstance(value, int):
             raise RequestError(f"{name} must be a whole number, got {value!r}")
-    if not all(isinstance(token, int) for token in params.logit_bias):
-        raise RequestError(f"logit_bias must have token ids as keys, got {params.logit_bias!r}")
+    for name in ("logit_bias", "stop_token_ids"):
+        if not all(isinstance(token, int) for token in getattr(params, name)):
+            raise RequestError(f"{name} must name tokens by their ids, got {getattr(params, name)!r}")
     stop: object = params.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")

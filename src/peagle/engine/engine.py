@@ -4,6 +4,7 @@
 time the device is busy with the next step. It is not thread-safe; `AsyncEngine` gives it a thread of its own.
 """
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from peagle.engine.config import (
 from peagle.engine.launch import Emission, Launch
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, TokenLogprobs, Update
 from peagle.engine.pages import PagePool
-from peagle.engine.recorded_steps import Progress
+from peagle.engine.recorded_steps import Progress, StepTimes
 from peagle.engine.request import Request
 from peagle.engine.runner import Runner
 from peagle.engine.scheduler import Scheduler, SchedulerConfig
@@ -80,7 +81,7 @@ class Engine:
         self._guided: set[Request] = set()
         """open requests that are held to a grammar"""
         self._launches: deque[Launch] = deque()
-        self._num_added = 0
+        self._numbers = itertools.count()
         self._is_closed = False
         self._stats = EngineStats(accepted_per_position=[0] * self.num_draft_tokens)
         self._finished: list[RequestOutput] = []
@@ -121,11 +122,10 @@ class Engine:
         check_prompt(self.target, prompt_ids)
         check_types(params)
         if request_id is None:
-            request_id = f"request-{self._num_added}"
-        if request_id in self._groups:
+            request_id = self._free_id()
+        elif request_id in self._groups:
             raise RequestError(f"request {request_id!r} is already being served", hint="give each an id of its own")
         self._check_queue(params.n)
-        self._num_added += 1
         num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
         if params.adjusts_logits:
             check_token_ids(params, self.target.vocab_size)
@@ -182,6 +182,21 @@ class Engine:
         self._groups, self._answers, self._guided, self._finished = {}, {}, set(), []
         self._launches.clear()
         self.runner.recover()
+
+    def step_times(self, batch: int) -> StepTimes | None:
+        """What one decode step of `batch` requests takes on the device; None on a CPU. Only while nothing runs.
+
+        Measuring overwrites pages, so none is reused afterwards.
+        """
+        if self.has_work:
+            raise RequestError("requests are being served", hint="measure steps when they are done")
+        times = self.runner.step_times(batch)
+        if times is not None:
+            self.reset()
+        return times
+
+    def _free_id(self) -> str:
+        return next(name for number in self._numbers if (name := f"request-{number}") not in self._groups)
 
     def _check_queue(self, num_new: int) -> None:
         """Refuse answers that would have to wait behind too many others. Those who find a row at once do not wait."""
@@ -327,7 +342,7 @@ class Engine:
             return None
         del self._groups[group.request_id]
         self._stats.num_finished += 1
-        self._stats.num_cached_tokens += sum(each.request.num_cached_tokens for each in group.answers)
+        self._stats.num_cached_tokens += group.num_cached_tokens
         self._stats.num_prompt_tokens += len(group.prompt_ids)
         output = self._output(group)
         self._finished.append(output)
@@ -351,7 +366,7 @@ class Engine:
             group.first_token_at,
             time.perf_counter(),
             Acceptance.of(accepted, self.num_draft_tokens),
-            sum(answer.request.num_cached_tokens for answer in group.answers),
+            group.num_cached_tokens,
             sum(answer.request.num_preemptions for answer in group.answers),
             min((at for answer in group.answers if (at := answer.request.started_at) is not None), default=None),
             sum(len(answer.accepted) * answer.request.num_draft_tokens for answer in group.answers),

@@ -107,7 +107,7 @@ class LLM:
 
     def step_times(self, batch: int) -> StepTimes | None:
         """What one decode step of `batch` requests takes on the device, and its halves; None on a CPU."""
-        return self.engine.runner.step_times(batch)
+        return self.engine.step_times(batch)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -195,8 +195,10 @@ class Runner:
         if not request.adjusts and request.row not in self._adjusted_rows:
             return
         assert self.step.adjustments is not None, "made when the request was added"
+        self._adjusted_rows.add(request.row)  # first, so that what is half written is known after an error
         self.step.adjustments.settle(request)
-        (self._adjusted_rows.add if request.adjusts else self._adjusted_rows.discard)(request.row)
+        if not request.adjusts:
+            self._adjusted_rows.discard(request.row)
 
     def _guide(self, request: Request, draft_ids: list[int]) -> None:
         """Send what a request's grammar allows in its next pass, and the drafts that it prescribes."""
@@ -310,9 +312,9 @@ class Runner:
         num_rows = max(self.config.prefill_tokens, 2 * num_logits)
         intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
         width = 8 * self.target.hidden_size + 4 * intermediate
-        # Adjusted logits are two more in float32, and each row has counts, marks of its prompt and bits.
-        logit_bytes, row_bytes = (14, 6) if self.config.capture_adjusted else (6, 0)
-        logits = (logit_bytes * num_logits + row_bytes * self.max_batch) * self.target.vocab_size
+        # Adjusted logits are two more in float32, and each row has counts, marks of its prompt and bits. Their graphs
+        # may be recorded late, but there must be room for them: running out of memory then would end every request.
+        logits = (14 * num_logits + 6 * self.max_batch) * self.target.vocab_size
         return logits + 4 * num_rows * width + 2**30
 
     def step_times(self, batch: int) -> StepTimes | None:

@@ -16,10 +16,16 @@ class Joined:
     """Weights of several layers under one another, and the product of the input that is being asked for."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
+        self.parts = parts
+        """the layers as they were, to be given back; meanwhile their parameters are views of the joined ones"""
         self.sizes = [part.out_features for part in parts]
         self.weight = torch.cat([part.weight for part in parts])
         has_bias = any(name == "bias" for part in parts for name, _ in part.named_parameters())
         self.bias = torch.cat([part.bias for part in parts]) if has_bias else None
+        for index, part in enumerate(parts):
+            part.weight.data = self.weight.split(self.sizes)[index]
+            if self.bias is not None:
+                part.bias.data = self.bias.split(self.sizes)[index]
         self.packed: nn.Module | None = None
         """computes the product from a packed form of the weight, where one was made"""
         self.forget()
@@ -50,11 +56,9 @@ class JoinedPart(nn.Module):
     def __init__(self, joined: Joined, index: int) -> None:
         super().__init__()
         self.joined, self.index = joined, index
-        self.out_features, self.in_features = joined.sizes[index], joined.weight.shape[1]
-        self.weight = nn.Parameter(joined.weight.split(joined.sizes)[index], requires_grad=False)
-        self.bias = None
-        if joined.bias is not None:
-            self.bias = nn.Parameter(joined.bias.split(joined.sizes)[index], requires_grad=False)
+        plain = joined.parts[index]
+        self.out_features, self.in_features = plain.out_features, plain.in_features
+        self.weight, self.bias = plain.weight, plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return self.joined.product(x, self.index)
@@ -88,12 +92,11 @@ def joined_groups(module: nn.Module) -> list[Joined]:
 
 @torch.no_grad()
 def part_linears(module: nn.Module) -> None:
-    """Undo `join_linears`: plain layers again, each with memory of its own."""
+    """Undo `join_linears`: the very layers and parameters that were there, each with memory of its own."""
     for parent in list(module.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, JoinedPart):
-                plain = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device="meta")
-                plain.weight = nn.Parameter(part.weight.clone(), requires_grad=False)
-                if part.bias is not None:
-                    plain.bias = nn.Parameter(part.bias.clone(), requires_grad=False)
+                plain = part.joined.parts[part.index]
+                for parameter in plain.parameters():
+                    parameter.data = parameter.data.clone()
                 setattr(parent, name, plain)

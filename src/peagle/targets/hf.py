@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CUTTABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+OWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""kinds of attention that our own attention functions do; others exist only as a mask of transformers'"""
+CUTTABLE_LAYER_TYPES = OWN_LAYER_TYPES | {"chunked_attention"}
 
 
 class HFTarget:
@@ -54,7 +56,7 @@ class HFTarget:
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_length: int = getattr(config, "max_position_embeddings", 2**31)
+        self.max_length = _max_length(config)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self.layers = _decoder_layers(model, self.num_layers)
         self._taps: list[Any] = []
@@ -238,6 +240,16 @@ def norm_scale(norm: nn.Module) -> Tensor:
     return scale
 
 
+def check_own_attention(target: HFTarget) -> None:
+    """Refuse a target whose attention ours cannot stand in for: a mask that is left out would not be noticed."""
+    others = set(getattr(target.model.config.get_text_config(), "layer_types", None) or ()) - OWN_LAYER_TYPES
+    if others:
+        raise TargetError(
+            f"{type(target.model).__name__} has layers of {', '.join(sorted(others))}, which our attention does not do",
+            hint="decode such a target with transformers, or serve it on vLLM",
+        )
+
+
 def _check_usable(model: "PreTrainedModel", config: Any) -> None:
     """Refuse models whose memory cannot be cut back to an earlier token, and those that read ahead."""
     unknown = set(getattr(config, "layer_types", None) or ()) - CUTTABLE_LAYER_TYPES
@@ -252,6 +264,23 @@ def _check_usable(model: "PreTrainedModel", config: Any) -> None:
             f"{type(model).__name__} is an encoder here: each token sees the ones after it",
             hint="the target must be a decoder-only causal LM",
         )
+
+
+def _max_length(config: Any) -> int:
+    """The most tokens of a text whose positions mean the same whatever text is beside it.
+
+    With "longrope" transformers chooses the frequencies by the longest text of a batch, so those are the tokens up to
+    which it takes the short ones.
+    """
+    most: int = getattr(config, "max_position_embeddings", 2**31)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))):
+        if rope.get("rope_type") == "longrope":
+            steady = int(rope.get("original_max_position_embeddings") or most)
+            if steady < most:
+                log.warning("texts have at most %d tokens here, not %d: longrope changes beyond", steady, most)
+            most = min(most, steady)
+    return most
 
 
 def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from peagle.errors import TargetError
 from peagle.kernels.compiler import compiled
-from peagle.targets.hf import HFTarget
+from peagle.targets.hf import HFTarget, check_own_attention
 from peagle.targets.paged import HARMLESS
 
 log = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class PackedTarget:
         rows = PackedRows(torch.zeros_like(tokens), None)
         position = torch.arange(3, device=tokens.device)[None]
         try:
+            check_own_attention(self.target)
             with self._installed():
                 self._run(tokens, position_ids=position, packed_rows=rows, packed_windows=windows)
             if len(windows) < self.target.num_layers:

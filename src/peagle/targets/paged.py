@@ -6,6 +6,7 @@ Shapes: N tokens, R of them with logits, V vocabulary, A concatenated aux width,
 width.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from peagle.errors import TargetError
 from peagle.kernels.attention import PagedRows, on_host, paged_attention
-from peagle.targets.hf import HFTarget
+from peagle.targets.hf import HFTarget, check_own_attention
 
 PAGED, PROBE = "peagle_paged", "peagle_probe"
 # What models hand to an attention function besides what it uses: none of it changes the result here.
@@ -123,7 +124,7 @@ class PagedTarget:
         for index, module in enumerate(self._parts()):
             kind = type(module)
             if kind not in compiled:
-                compiled[kind] = compile(kind.forward)
+                compiled[kind] = compile(_steady(kind.forward) if hasattr(module, "rope_type") else kind.forward)
             is_layer = index < len(self.target.layers)
             module.forward = self._with_pages(compiled[kind], module, index if is_layer else None)
 
@@ -139,6 +140,7 @@ class PagedTarget:
     def _probe(self) -> tuple[LayerShape, ...]:
         """Run one token to learn what each layer keeps, and refuse what our attention does not do."""
         model = self.target.model
+        check_own_attention(self.target)
         model.set_attn_implementation(PROBE)
         found: dict[int, LayerShape] = {}
         token = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
@@ -152,6 +154,14 @@ class PagedTarget:
                 "with transformers",
             )
         return tuple(found[index] for index in range(self.target.num_layers))
+
+
+def _steady(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotary embedding's forward without transformers' look at the longest text of the batch.
+
+    Up to the target's `max_length` that look changes nothing, and a CUDA graph cannot take it.
+    """
+    return inspect.unwrap(forward)
 
 
 def new_memory(
