@@ -14,9 +14,9 @@ from peagle.cli.main import COMMANDS, main
 from peagle.errors import PeagleError
 
 
-def stand_in(monkeypatch, action):
-    """Put `action` in the place of the doctor command."""
-    monkeypatch.setitem(sys.modules, "peagle.cli.doctor", SimpleNamespace(main=action))
+def stand_in(monkeypatch, action, command="doctor"):
+    """Put `action` in the place of a command."""
+    monkeypatch.setitem(sys.modules, f"peagle.cli.{command}", SimpleNamespace(main=action))
 
 
 def in_new_process(*argv, stdout=subprocess.PIPE):
@@ -97,6 +97,9 @@ def test_an_interrupt_from_the_keyboard_ends_with_status_130(peagle, monkeypatch
     stand_in(monkeypatch, interrupted)
     result = peagle("doctor")
     assert (result.status, result.out, result.err) == (130, "", "\ninterrupted\n")
+    stand_in(monkeypatch, interrupted, "train")
+    result = peagle("train")
+    assert result.err == "\ninterrupted; what is done is kept, and the same command goes on\n"
 
 
 def test_being_asked_to_terminate_ends_with_status_130(monkeypatch, capsys):

@@ -11,9 +11,10 @@ from torch import nn
 from passes import card_for
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
+from peagle.drafter.recorded import Evidence, GateAcceptance
 from peagle.engine import calibrate as calibration
 from peagle.engine.calibrate import calibrate, measure_costs
-from peagle.engine.draft_cost import StepCosts
+from peagle.engine.draft_cost import StepCosts, acceptance_from_card, known_acceptance
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
 from peagle.errors import ConfigError
@@ -134,6 +135,15 @@ def test_drafter_without_figures_gets_the_usual_number(
     with caplog.at_level(logging.INFO, logger="peagle"):
         assert calibrate(paged, drafter, page_size=8) == K
     assert "no card" in caplog.text
+
+
+def test_a_card_without_measurements_still_tells_what_the_gate_recorded(drafter: Drafter) -> None:
+    assert drafter.card is not None
+    recorded = GateAcceptance("hash", 32, 40, (30, 10, 2, 0))
+    card = dataclasses.replace(drafter.card, evidence=Evidence({}, {}, "float32", acceptance=recorded))
+    assert known_acceptance(card) == acceptance_from_card(card.acceptance), "what was measured goes first"
+    assert known_acceptance(dataclasses.replace(card, acceptance={})) == (0.75, 0.25, 0.05, 0.0)
+    assert known_acceptance(dataclasses.replace(card, acceptance={}, evidence=None)) is None
 
 
 @pytest.mark.usefixtures("packs_all")

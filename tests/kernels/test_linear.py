@@ -100,7 +100,7 @@ def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.Monkey
     assert [(choice.out_features, choice.in_features) for choice in report.choices] == [(32, 64), (64, 32)]
     line = report.lines()[0]
     assert line.startswith("2 x linear 32x64: transposed for 1 to 16 rows (plain ") and "us for 4" in line
-    assert "3 packed in" in report.lines()[-1]
+    assert "3 linear layers packed in" in report.lines()[-1]
     assert "kernel=transposed" in repr(module[0])
 
 

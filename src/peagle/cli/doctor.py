@@ -184,8 +184,8 @@ def machine(arguments: Arguments) -> dict[str, Any]:
         "native_bfloat16_on_processor": has_native_bfloat16(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(choose_dtype(arguments.target.dtype, device)).removeprefix("torch."),
-        "decoder": "reference (one request at a time)",
-        "attention": "torch scaled_dot_product_attention",
+        "engine": "recorded as CUDA graphs" if device.type == "cuda" else "steps run as they come",
+        "attention": "over pages, Triton" if device.type == "cuda" else "over pages, PyTorch",
         "cache": str(cache_directory()),
     }
 

@@ -6,6 +6,7 @@ has; `speculators` is the library's, which names its target and needs no further
 
 import dataclasses
 import json
+import logging
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,14 @@ from peagle.cli.arguments import (
     accelerator,
     parse,
 )
+from peagle.deploy.vllm import RUNNER_VARIABLE
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 Layout = Literal["vllm", "speculators"]
 
@@ -66,18 +70,20 @@ def main(argv: list[str]) -> int:
     write = speculators.write if arguments.to == "speculators" else vllm.write
     write(drafter, target, card, output)
     print(shlex.join(serve_command(arguments.to, drafter, target, output)))
+    log.info("`peagle deploy vllm --drafter %s` prints it with flags for large batches and several GPUs", output)
     return 0
 
 
 def serve_command(layout: Layout, drafter: "Drafter", target: "HFTarget", directory: Path) -> list[str]:
-    """The words that serve an exported directory in vLLM."""
+    """The words that serve an exported directory in vLLM, whose second model runner cannot draft in parallel."""
+    variables = [f"{RUNNER_VARIABLE}=0"] if drafter.config.parallel else []
     if layout == "speculators":
-        return ["vllm", "serve", str(directory)]
+        return [*variables, "vllm", "serve", str(directory)]
 
     from peagle.export.vllm import speculative_config
 
     settings = json.dumps(speculative_config(drafter, directory))
-    return ["vllm", "serve", str(target.directory), "--speculative-config", settings]
+    return [*variables, "vllm", "serve", str(target.directory), "--speculative-config", settings]
 
 
 def check_output(output: Path) -> None:

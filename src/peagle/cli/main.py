@@ -27,6 +27,8 @@ COMMANDS = {
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
+RESUMED = ("data", "train")
+"""commands that go on where they were when they are given again"""
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
@@ -71,7 +73,8 @@ def run(argv: list[str]) -> int:
     except SystemExit as end:  # options that could not be read, or help that was asked for; explained already
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        kept = "; what is done is kept, and the same command goes on" if name in RESUMED else ""
+        print(f"\ninterrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         raise

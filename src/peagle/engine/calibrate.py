@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
-from peagle.engine.draft_cost import StepCosts, acceptance_from_card, choose_num_draft_tokens, speed_table
+from peagle.engine.draft_cost import StepCosts, choose_num_draft_tokens, known_acceptance, speed_table
 from peagle.engine.row_state import RowState
 from peagle.engine.step import Step
 from peagle.targets.paged import LayerShape, PagedTarget, new_memory
@@ -28,11 +28,9 @@ MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 5, 0.5
 def calibrate(target: PagedTarget, drafter: Drafter, page_size: int) -> int:
     """The number of draft tokens that is expected to be the fastest here for one request; 0 where none pays."""
     limit = drafter.config.usual_num_draft_tokens
-    acceptance = None if drafter.card is None else acceptance_from_card(drafter.card.acceptance)
+    acceptance = None if drafter.card is None else known_acceptance(drafter.card)
     if acceptance is None:
-        log.info(
-            "num_draft_tokens %d: the drafter has no card that tells its acceptance, so nothing to choose by", limit
-        )
+        log.info("num_draft_tokens %d: no card tells the drafter's acceptance, so there is nothing to choose by", limit)
         return limit
     acceptance = acceptance[:limit]
     started = time.perf_counter()

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.drafter.card import DrafterCard
 from peagle.errors import ConfigError
 
 MIN_SPEED_UP = 1.02
@@ -121,6 +122,15 @@ def acceptance_from_card(acceptance: Mapping[str, Any]) -> tuple[float, ...] | N
     columns = zip(*(entry["per_position"] for entry in decoded or sets), strict=False)
     averages = tuple(sum(column) / len(column) for column in columns)
     return averages or None
+
+
+def known_acceptance(card: DrafterCard) -> tuple[float, ...] | None:
+    """What a card tells of acceptance: as it was measured, else that of the few answers recorded for the gate."""
+    measured = acceptance_from_card(card.acceptance)
+    gate = None if card.evidence is None else card.evidence.acceptance
+    if measured is not None or gate is None or not gate.num_drafts:
+        return measured
+    return tuple(count / gate.num_drafts for count in gate.accepted_per_position)
 
 
 def _check_acceptance(acceptance_per_position: Sequence[float]) -> None:
