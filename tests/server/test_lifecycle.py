@@ -1,5 +1,6 @@
 """Real processes: starting, readiness, SIGTERM under load, a second signal, kill -9 and a restart."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from peagle.errors import ConfigError
 from peagle.server.lifecycle import bind
+from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
 from serve_process import Process
 from serving import running, tiny_llm
@@ -46,6 +48,24 @@ def test_a_server_says_503_until_it_is_ready_and_why(caplog):
         while served.http.get("/ping").status_code != 200:
             time.sleep(0.02)
         assert served.http.get("/health").status_code == 200
+
+
+def test_a_service_that_is_ended_while_it_warms_up_is_closed(monkeypatch):
+    is_warming, closed, close = threading.Event(), [], Service.close
+
+    async def warm_up(service):
+        is_warming.set()
+        await asyncio.Event().wait()
+
+    async def note_and_close(service):
+        closed.append(service)
+        await close(service)
+
+    monkeypatch.setattr(Service, "warm_up", warm_up)
+    monkeypatch.setattr(Service, "close", note_and_close)
+    with running(wait=False) as served:
+        assert is_warming.wait(30) and served.http.get("/ping").status_code == 503
+    assert len(closed) == 1 and not closed[0].is_alive
 
 
 def test_a_dead_engine_makes_ping_fail():

@@ -81,6 +81,21 @@ def job_with(histogram):
     return job
 
 
+def test_time_per_token_is_that_of_each_answer_however_many_there_are():
+    job = Job(None, "x", [[1], [1]], _Params(), 0)
+    for choice, seconds in zip(job.choices, (2.0, 8.0), strict=True):
+        choice.token_ids, choice.first_at, choice.last_at = [5] * 5, job.started + 1, job.started + 1 + seconds
+    job.finished_at = job.started + 9
+    timings = job.timings()
+    assert timings["time_to_first_token_ms"] == pytest.approx(1000) and timings["mean_itl_ms"] == pytest.approx(1250)
+    assert timings["generation_time_ms"] == pytest.approx(8000) and timings["tokens_per_second"] == 1.0
+    metrics = ServerMetrics("m")
+    metrics.finished(job, is_full=True)
+    for histogram in (metrics.tpot, metrics.full_load):
+        values = {sample.name: sample.value for sample in histogram._child_samples() if not sample.labels}
+        assert values["_count"] == 2 and values["_sum"] == pytest.approx(0.5 + 2.0)
+
+
 class _Params:
     n, max_tokens, num_draft_tokens = 1, 10, None
 

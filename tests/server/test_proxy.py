@@ -167,7 +167,8 @@ def test_the_engine_s_refusals_come_in_our_form(proxy):
 
 def test_bodies_that_are_none_are_refused_before_they_reach_the_engine(proxy):
     before = proxy.metric("vllm:spec_decode_num_drafts_total")
-    assert proxy.http.post("/v1/completions", content=b"{").status_code == 400
+    for body in (b"{", b'{"prompt": "\\ud83d"}'):
+        assert proxy.http.post("/v1/completions", content=body).status_code == 400
     assert proxy.http.post("/v1/completions", json=[1]).status_code == 400
     assert proxy.http.post("/v1/completions", content=b"x", headers={"Content-Type": "text/plain"}).status_code == 415
     assert proxy.metric("vllm:spec_decode_num_drafts_total") == before

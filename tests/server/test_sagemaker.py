@@ -66,6 +66,19 @@ def test_no_variables_and_no_directory_mean_no_container(tmp_path):
     assert found.server["host"] == "0.0.0.0" and found.server["port"] == 8080
 
 
+def test_the_hub_s_variable_alone_names_the_target_and_opens_no_address(tmp_path):
+    environment = {"PEAGLE_ML_ROOT": str(tmp_path), "HF_MODEL_ID": "hub"}
+    found = read_conventions(environment)
+    assert found.target == "hub" and not found.is_container and "host" not in found.server
+    merged = with_conventions(parse(Arguments, "serve", ["mine"]), found)
+    assert merged.target.target == "mine" and merged.server.host is None
+    drafter = tmp_path / "additional-model-data-sources" / "draft_model"
+    drafter.mkdir(parents=True)
+    found = read_conventions(environment)
+    assert found.is_container and found.server["host"] == "0.0.0.0"
+    assert (found.target, found.drafter) == ("hub", str(drafter))
+
+
 def test_settings_of_vllm_become_ours(tmp_path):
     found = conventions(
         tmp_path,

@@ -33,7 +33,7 @@ from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, Tok
 from peagle.server.sagemaker import CUSTOM_ATTRIBUTES, invocation_route
 from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
-from peagle.server.streaming import CLIENT_GONE, ClientGoneError, JsonResponse
+from peagle.server.streaming import CLIENT_GONE, ClientGoneError, JsonResponse, dumps
 from peagle.server.tools import ToolFormat
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/invocations")
 """Beginnings of paths that need an API key where there are keys."""
 QUIET = frozenset({"/ping", "/health", "/metrics", "/", "/version"})
@@ -160,9 +161,9 @@ class EngineRoutes(Routes[Service]):
         if isinstance(body, CompletionBody):
             return await answer_completion(service, body, request)
         if isinstance(body, TokenizeBody):
-            return JsonResponse(await _tokenize(service, body))
+            return await _tokenize(service, body, request)
         assert isinstance(body, DetokenizeBody)
-        return JsonResponse(await _detokenize(service, body))
+        return await _detokenize(service, body, request)
 
     async def page(self) -> Response:
         return _static_file("index.html")
@@ -179,34 +180,35 @@ def _static_file(name: str) -> Response:
     return Response(file.read_bytes(), media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
-async def _tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+async def _tokenize(service: Service, body: TokenizeBody, request: Request) -> Response:
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
+    prompt, messages = body.prompt, body.messages
+    if (prompt is None) == (messages is None):
         raise HttpError(400, "give either 'prompt' or 'messages'", param="prompt")
-    messages, template = body.messages, template_of(service)
 
-    def run() -> list[int]:
-        if messages is None:
-            wants_special = body.add_special_tokens is not False
-            ids = service.tokenizer(body.prompt, add_special_tokens=wants_special, verbose=False)["input_ids"]
-            return list(ids)
-        tools = ToolFormat(tuple(body.tools), "none") if body.tools else None
-        return render(service, messages, tools, body, template)
+    def run() -> bytes:
+        if prompt is not None:
+            ids = service.encode(prompt, body.add_special_tokens)
+        else:
+            tools = ToolFormat(tuple(body.tools), "none") if body.tools else None
+            ids = render(service, messages or [], tools, body, template_of(service))
+        texts = [service.token_texts[each].text for each in ids] if body.return_token_strs else None
+        return dumps({"count": len(ids), "max_model_len": service.max_length, "tokens": ids, "token_strs": texts})
 
-    ids = await service.in_thread(run)
-    document: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
-    document["token_strs"] = [service.token_texts[each].text for each in ids] if body.return_token_strs else None
-    return document
+    return Response(await service.in_thread(request, run), media_type="application/json")
 
 
-async def _detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
+async def _detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
     service.check_model(body.model)
+    if len(body.tokens) > service.max_length:
+        message = f"there are {len(body.tokens)} tokens, but a text has at most {service.max_length}; send it in parts"
+        raise HttpError(400, message, param="tokens", code="context_length_exceeded")
     if body.tokens and max(body.tokens) >= service.vocab_size:
         message = f"tokens must lie between 0 and {service.vocab_size - 1}, got {max(body.tokens)}"
         raise HttpError(400, message, param="tokens")
     decode = service.tokenizer.decode
-    text = await service.in_thread(lambda: decode(body.tokens, clean_up_tokenization_spaces=False))
-    return {"prompt": text}
+    text = await service.in_thread(request, lambda: decode(body.tokens, clean_up_tokenization_spaces=False))
+    return JsonResponse({"prompt": text})
 
 
 async def read_json(request: Request, settings: ServerSettings) -> Any:
@@ -230,7 +232,13 @@ async def read_json(request: Request, settings: ServerSettings) -> Any:
         message = f"the body did not arrive in {settings.body_seconds:g} s"
         raise HttpError(408, message, headers={"Connection": "close"}) from None
     try:
-        return json.loads(data)
+        found = json.loads(data)
+        if SURROGATE.search(data):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:  # JSON may name surrogates one by one, which no text has
+        half = ascii(error.object[error.start])
+        raise HttpError(400, f"the body has {half}, which is half of a character; send both halves") from None
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"the body is not valid JSON: {error}"[:300]) from None
 

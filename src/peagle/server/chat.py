@@ -33,7 +33,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
         grammar = forced_grammar(body)
     if grammar is not None:
         await service.prepare(grammar)
-    prompt = await service.in_thread(lambda: render(service, body.messages, tools, body, template))
+    prompt = await service.in_thread(request, lambda: render(service, body.messages, tools, body, template))
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
@@ -80,11 +80,12 @@ def render(
         if "reasoning_effort" not in template:
             raise unsupported("reasoning_effort", "the target's chat template does not know it")
         variables["reasoning_effort"] = body.reasoning_effort
-    # Parameters of the method that renders are not for clients: one of them is another template.
-    reserved = inspect.signature(service.tokenizer.apply_chat_template).parameters
+    # Parameters of what renders are not for clients: one of them is another template.
+    rendering = (chat_text, service.tokenizer.apply_chat_template)
+    reserved = {name for each in rendering for name in inspect.signature(each).parameters}
     for name in variables:
         if name in reserved or name not in template:
-            message = f"chat_template_kwargs: the target's chat template does not use {name[:100]!r}"
+            message = f"chat_template_kwargs: the target's chat template has no variable {name[:100]!r} to be set"
             raise HttpError(400, message, param="chat_template_kwargs")
     if tools is not None and tools.is_shown:
         variables["tools"] = [_plain(tool) for tool in tools.tools]

@@ -25,7 +25,7 @@ async def answer_completion(service: Service, body: CompletionBody, request: Req
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options needs stream", param="stream_options")
-    prompts = await service.in_thread(lambda: token_ids_of(service, body))
+    prompts = await service.in_thread(request, lambda: token_ids_of(service, body))
     num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         if body.stream and (body.n or 1) > 1:
@@ -56,15 +56,7 @@ def token_ids_of(service: Service, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt of a body."""
     prompt = body.prompt
     several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    wants_special = body.add_special_tokens is not False
-    return [
-        list(
-            service.tokenizer(service.check_length(each), add_special_tokens=wants_special, verbose=False)["input_ids"]
-        )
-        if isinstance(each, str)
-        else list(each)
-        for each in several
-    ]
+    return [service.encode(each, body.add_special_tokens) if isinstance(each, str) else list(each) for each in several]
 
 
 class CompletionWriter(Writer):

@@ -24,6 +24,19 @@ class Choice:
     kinds: list[str] = field(default_factory=list)
     logprobs: "list[TokenLogprobs]" = field(default_factory=list)
     finish_reason: str | None = None
+    first_at: float | None = None
+    last_at: float | None = None
+    """when its first and its newest tokens came"""
+
+    @property
+    def seconds(self) -> float:
+        """From its first tokens to the newest ones."""
+        return 0.0 if self.first_at is None or self.last_at is None else self.last_at - self.first_at
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the tokens after the first; None where there is nothing to measure."""
+        return self.seconds / (len(self.token_ids) - 1) if self.seconds else None
 
     @property
     def text(self) -> str:
@@ -55,8 +68,6 @@ class Job:
         self.choices = [Choice() for _ in range(len(prompts) * params.n)]
         self.prompt_logprobs: list[Sequence[TokenLogprobs | None] | None] = [None] * len(prompts)
         self.started = time.perf_counter()
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
         self.finished_at: float | None = None
         self.num_steps = 0
         self.num_drafted = 0
@@ -65,7 +76,6 @@ class Job:
         self.metrics: list[RequestMetrics] = []
         """the engine's, of each prompt that was answered in full"""
         self._engine, self._on_gap = engine, on_gap
-        self._told_at: list[float | None] = [None] * len(self.choices)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,6 +84,10 @@ class Job:
     @property
     def num_answer_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def first_token_at(self) -> float | None:
+        return min((choice.first_at for choice in self.choices if choice.first_at is not None), default=None)
 
     async def updates(self) -> "AsyncGenerator[tuple[int, Update], None]":
         """Each update with the index of its choice. Leaving early frees what the job holds in the engine."""
@@ -93,14 +107,13 @@ class Job:
                 pass
 
     def _take(self, index: int, update: "Update") -> None:
-        now = time.perf_counter()
+        choice, now = self.choices[index], time.perf_counter()
         if update.token_ids:
-            if self.first_token_at is None:
-                self.first_token_at = now
-            last, self._told_at[index] = self._told_at[index], now
-            if last is not None:
-                self._on_gap(now - last)
-            self.last_token_at = now
+            if choice.first_at is None or choice.last_at is None:
+                choice.first_at = now
+            else:
+                self._on_gap(now - choice.last_at)
+            choice.last_at = now
         if update.num_drafts:
             self.num_steps += 1
             self.num_drafted += update.num_drafts
@@ -109,7 +122,7 @@ class Job:
             self.prompt_logprobs[index // self.params.n] = update.prompt_logprobs
         if update.metrics is not None:
             self.metrics.append(update.metrics)
-        self.choices[index].add(update)
+        choice.add(update)
 
     async def _updates_of(self, prompt: int) -> "AsyncGenerator[tuple[int, Update], None]":
         stream = self._engine.stream(self.prompts[prompt], self.params, request_id=f"{self.job_id}/{prompt}")
@@ -173,18 +186,21 @@ class Job:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Milliseconds and rates as vLLM names them, null where there is nothing to measure."""
-        first, last, num_tokens = self.first_token_at, self.last_token_at, self.num_answer_tokens
-        generation = None if first is None or last is None else last - first
+        """Milliseconds and rates as vLLM names them, null where there is nothing to measure.
+
+        The time between tokens is that within an answer; the rate is that of all answers together.
+        """
+        first = self.first_token_at
+        generation = None if first is None else max(choice.last_at or first for choice in self.choices) - first
         queued = max((metrics.queue_seconds or 0.0 for metrics in self.metrics), default=None)
-        num_later = num_tokens - len(self.choices)
-        per_token = generation / num_later if generation and num_later > 0 else None
+        begun = [choice for choice in self.choices if choice.token_ids]
+        num_later = self.num_answer_tokens - len(begun)
         return {
             "time_to_first_token_ms": _milliseconds(None if first is None else first - self.started),
             "generation_time_ms": _milliseconds(generation),
             "queue_time_ms": _milliseconds(queued),
-            "mean_itl_ms": _milliseconds(per_token),
-            "tokens_per_second": None if per_token is None else round(1 / per_token, 2),
+            "mean_itl_ms": _milliseconds(sum(each.seconds for each in begun) / num_later if num_later else None),
+            "tokens_per_second": round(num_later / generation, 2) if generation and num_later else None,
         }
 
     def metrics_block(self) -> dict[str, Any]:

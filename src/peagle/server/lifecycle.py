@@ -88,7 +88,7 @@ class Lifecycle(Generic[S]):
     """What state the server is in. It belongs to the event loop; `begin_drain` may be called from signal handlers.
 
     `load` runs in a thread of its own and `make` turns what it returns into the service, in the event loop. `cancel`
-    is called if the server ends while `load` still runs.
+    is called if the server ends before there is a service.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Lifecycle(Generic[S]):
     ) -> None:
         self.settings = settings
         self.service: S | None = None
+        """set when it is warm"""
         self.failure: BaseException | None = None
         self.num_in_flight = 0
         self.is_draining = False
@@ -108,6 +109,8 @@ class Lifecycle(Generic[S]):
         self._load: Callable[[], Any] = load
         self._make: Callable[[Any], S] = make
         self._cancel = cancel
+        self._made: S | None = None
+        """the service from its first moment on: what the end closes"""
         self._loader: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -152,9 +155,9 @@ class Lifecycle(Generic[S]):
         finally:
             for task in self._tasks:
                 task.cancel()
-            if self.service is not None:
-                await self.service.close()
-            elif self.is_loading:
+            if self._made is not None:
+                await self._made.close()
+            else:
                 await asyncio.to_thread(self._cancel)
 
     def begin_drain(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -183,14 +186,11 @@ class Lifecycle(Generic[S]):
 
         self._loader = threading.Thread(target=run, name="peagle-loader", daemon=True)
         self._loader.start()
-        service: S | None = None
         try:
-            service = self._make(await loaded)
+            self._made = service = self._make(await loaded)
             await service.warm_up()
         except Exception as error:
             self.failure = error
-            if service is not None:
-                await service.close()
             self.on_end()
             return
         self.service = service

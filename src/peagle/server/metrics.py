@@ -109,7 +109,9 @@ class ServerMetrics(Metrics):
         seconds, tokens = SECONDS, TOKENS
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", seconds)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Time between updates of an answer", TOKEN_SECONDS)
-        self.tpot = histogram("vllm:request_time_per_output_token_seconds", "Time per output token", TOKEN_SECONDS)
+        self.tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Time per token of an answer", TOKEN_SECONDS
+        )
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request", seconds)
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a place in the batch", seconds)
         self.inference = histogram("vllm:request_inference_time_seconds", "Prefill and decode", seconds)
@@ -121,7 +123,7 @@ class ServerMetrics(Metrics):
         self.n = histogram("vllm:request_params_n", "Answers asked for", (1, 2, 5, 10, 20, 50, 100))
         self.full_load = histogram(
             "peagle:full_load_time_per_output_token_seconds",
-            "Time per output token of requests that ended while the batch was full",
+            "Time per token of an answer, of requests that ended while the batch was full",
             TOKEN_SECONDS,
         )
         reasons = (*LABELS, "finished_reason")
@@ -147,11 +149,10 @@ class ServerMetrics(Metrics):
             self.inference.observe(last - started)
             self.prefill.observe(first - started)
             self.decode.observe(last - first)
-        per_token = job.timings()["mean_itl_ms"]
-        if per_token is not None:
-            self.tpot.observe(per_token / 1000)
+        for per_token in filter(None, (choice.seconds_per_token for choice in job.choices)):
+            self.tpot.observe(per_token)
             if is_full:
-                self.full_load.observe(per_token / 1000)
+                self.full_load.observe(per_token)
         if job.num_steps and job.params.num_draft_tokens in (None, self.num_draft_tokens):
             self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
 

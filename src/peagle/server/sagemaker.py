@@ -20,6 +20,8 @@ PREFIX = "SM_VLLM_"
 ROOT_VARIABLE = "PEAGLE_ML_ROOT"
 """Names another directory than /opt/ml."""
 MODEL_VARIABLE = "SAGEMAKER_MODEL_PATH"
+HUB_VARIABLE = "HF_MODEL_ID"
+"""Names a target. Machines that are no container have it too, so that alone opens no address."""
 CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 PORT = 8080
 DRAFT_CHANNEL = "draft_model"
@@ -37,7 +39,7 @@ class Conventions:
     """What the environment asks for, in our words; None and empty where it says nothing."""
 
     is_container: bool = False
-    """whether any of SageMaker's variables or directories is there"""
+    """whether any of SageMaker's own variables or directories is there, so that all addresses are listened on"""
     target: str | None = None
     drafter: str | None = None
     num_draft_tokens: int | None = None
@@ -58,12 +60,13 @@ def read_conventions(environment: Mapping[str, str], *, for_vllm: bool = False) 
     root = Path(environment.get(ROOT_VARIABLE, "/opt/ml"))
     model_directory = Path(environment.get(MODEL_VARIABLE, str(root / "model")))
     has_model = model_directory.is_dir() and any(model_directory.iterdir())
+    sources = root / "additional-model-data-sources"
     has_options = any(name.startswith(PREFIX) for name in environment)
-    if not (has_options or has_model):
+    is_container = has_options or has_model or (sources / DRAFT_CHANNEL).is_dir()
+    if not (is_container or environment.get(HUB_VARIABLE)):
         return Conventions()
     options = _options(vllm_arguments(environment, model_directory if has_model else None))
-    reader = _Reader(options, root / "additional-model-data-sources")
-    conventions = reader.read()
+    conventions = _Reader(options, sources, is_container).read()
     if conventions.unmatched and not for_vllm:
         log.warning("settings of vLLM without a counterpart here, not used: %s", ", ".join(conventions.unmatched))
     return conventions
@@ -79,7 +82,7 @@ def vllm_arguments(environment: Mapping[str, str], model_directory: Path | None)
     ['--port', '8080', '--model', 'm', '--enforce-eager', '--seed', '1']
     """
     words = ["--port", str(PORT)]
-    model = environment.get(f"{PREFIX}MODEL") or model_directory or environment.get("HF_MODEL_ID")
+    model = environment.get(f"{PREFIX}MODEL") or model_directory or environment.get(HUB_VARIABLE)
     if model:
         words += ["--model", str(model)]
     for name in sorted(environment):
@@ -148,15 +151,15 @@ def _options(words: list[str]) -> dict[str, list[str]]:
 class _Reader:
     """Takes vLLM's options one after the other; what is left at the end has no counterpart."""
 
-    def __init__(self, options: dict[str, list[str]], sources: Path) -> None:
-        self._options, self._sources = dict(options), sources
+    def __init__(self, options: dict[str, list[str]], sources: Path, is_container: bool) -> None:
+        self._options, self._sources, self._is_container = dict(options), sources, is_container
         self._unmatched: list[str] = []
         self._speculation_rest: dict[str, Any] = {}
 
     def read(self) -> Conventions:
         target = self._text("model")
         server = self._present(
-            host=self._text("host") or "0.0.0.0",
+            host=self._text("host") or ("0.0.0.0" if self._is_container else None),
             port=self._number("port"),
             served_model_name=tuple(self._options.pop("served-model-name", ())) or None,
             cors_origins=self._origins(),
@@ -186,7 +189,7 @@ class _Reader:
         if self._speculation_rest:
             words += ["--speculative-config", json.dumps(self._speculation_rest)]
         return Conventions(
-            is_container=True,
+            is_container=self._is_container,
             target=target,
             drafter=drafter,
             num_draft_tokens=num_draft_tokens,

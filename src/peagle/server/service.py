@@ -93,9 +93,13 @@ class Service:
         if name and name not in self.names:
             raise unknown_model(name, self.names)
 
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Run what works on text in the one thread for it: long prompts must not hold up the streams."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, function)
+    async def in_thread(self, request: Request, function: Callable[[], T]) -> T:
+        """Run what works on text in the one thread for it: long prompts must not hold up the streams.
+
+        What waits for the thread is dropped when its client goes away or its time is up.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._texts, function)
+        return await unless_gone(request, work, self.settings.request_seconds)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar in a thread of its own, or refuse it; the engine then finds it compiled."""
@@ -110,6 +114,13 @@ class Service:
             message = f"the prompt has {len(text)} characters, more than the {self.max_length} tokens that fit can hold"
             raise HttpError(400, message, param="prompt", code="context_length_exceeded")
         return text
+
+    def encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        """Token ids of a text that is not far too long; special tokens are added unless they are refused."""
+        self.check_length(text)
+        return list(
+            self.tokenizer(text, add_special_tokens=add_special_tokens is not False, verbose=False)["input_ids"]
+        )
 
     def room(self, prompts: Sequence[Sequence[int]], asked: int | None, param: str) -> int:
         """Tokens an answer may have: what is asked for, or all that fits behind the longest prompt."""

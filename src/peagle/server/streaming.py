@@ -103,21 +103,25 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _pump(self, first: "asyncio.Future[bytes | None]", send: Send) -> None:
-        beat = asyncio.create_task(self._beat(send))
+        now = asyncio.get_running_loop().time
+        beat, deadline, last_words = asyncio.create_task(self._beat(send)), now() + self._seconds, b""
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout_at(deadline):
                 chunk = await first
                 if chunk is not None:
                     await self._send(send, chunk)
                 async for chunk in self._events:
                     await self._send(send, chunk)
         except Exception as error:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_SECONDS):  # a client that reads nothing is not waited for
-                    await self._send(send, event(as_http_error(error).body()) + DONE)
+            last_words = event(as_http_error(error).body()) + DONE
         finally:
             await _end(beat)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._events.aclose()  # before the last words: a client that reads nothing holds nothing else
+        try:
+            async with asyncio.timeout_at(max(deadline, now() + LAST_WORDS_SECONDS)):
+                await send({"type": "http.response.body", "body": last_words, "more_body": False})
+        except TimeoutError:
+            raise ClientGoneError from None
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         self._sent_at = time.monotonic()
