@@ -45,7 +45,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/invocations")
 """Beginnings of paths that need an API key where there are keys."""
 QUIET = frozenset({"/ping", "/health", "/metrics", "/", "/version"})
