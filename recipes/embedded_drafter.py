@@ -116,7 +116,7 @@ def write_answers(target: HFTarget, arguments: argparse.Namespace) -> None:
 def train(target: HFTarget, arguments: argparse.Namespace) -> None:
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
     if "from_drafter" in given:
-        given |= {"from_drafter": Path(given["from_drafter"]), "init": "target"}  # it goes on as it was, not anew
+        given["from_drafter"] = Path(given["from_drafter"])
     labels = "all" if given.get("method") == "eagle3" else "reached"
     config = TrainConfig(
         data=arguments.work / "data",

@@ -25,11 +25,12 @@ def losses(output):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_drafter_of_one_and_only_the_first_talks(peagle, arguments, tmp_path):
+@pytest.mark.parametrize("features", ["online", "cached"])
+def test_two_processes_make_the_drafter_of_one_and_only_the_first_talks(peagle, arguments, tmp_path, features):
     assert peagle(*arguments, "--output", str(tmp_path / "one")).status == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "peagle", *arguments]
     result = subprocess.run(
-        [*command, "--output", str(tmp_path / "two"), "--parallel", "fsdp"],
+        [*command, "--output", str(tmp_path / "two"), "--parallel", "fsdp", "--features", features],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -1,15 +1,19 @@
 """What a run reads: files told apart by their first row, rows set apart, and what is said about them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from peagle.errors import DataError
+from peagle.drafter.card import TargetIdentity
+from peagle.errors import ConfigError, DataError
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import Conversation
 from peagle.training.data import answer_counts, has_answers, read_text
+from peagle.training.shard_writer import ShardWriter
+from peagle.training.shards import Row
 from tiny import tiny_target
 
 
@@ -61,9 +65,66 @@ def test_a_file_is_told_by_its_first_row(tmp_path, row, expected):
     assert has_answers(written(tmp_path / "rows.jsonl", row)) is expected
 
 
-def test_a_text_file_holds_prompts(tmp_path):
-    (tmp_path / "prompts.txt").write_text("why?\n")
-    assert not has_answers(tmp_path / "prompts.txt")
+@pytest.mark.parametrize("name", ["prompts.txt", "PROMPTS.TXT", "prompts.txt.gz"])
+def test_a_text_file_holds_prompts(tmp_path, name):
+    (tmp_path / name).write_text("why?\n")
+    assert not has_answers(tmp_path / name)
+
+
+def test_a_file_of_rows_may_have_txt_in_its_name(tmp_path):
+    assert has_answers(written(tmp_path / "from.txt.jsonl", {"messages": [ASKED, TOLD]}))
+
+
+def answered(target):
+    """Stands where the command line does: writes a row for each prompt, and keeps what it was asked."""
+    asked = []
+
+    def answer(prompts, directory, config):
+        asked.append(config)
+        with ShardWriter(directory, "regenerate", TargetIdentity.of(target), config.described(prompts)) as writer:
+            writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(4)])
+            writer.finish()
+
+    return answer, asked
+
+
+def test_prompts_are_answered_once(target, tmp_path):
+    config = settings(written(tmp_path / "prompts.jsonl", {"prompt": "why?"}), seed=3)
+    answer, asked = answered(target)
+    first = read_text(target, config, answer)
+    assert [(one.max_length, one.max_answer_tokens, one.seed) for one in asked] == [(40, 40, 3)]
+    assert len(read_text(target, config, None).conversations) == len(first.conversations) == 4
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "words"),
+    [
+        ("why not?", {}, "prompts was"),
+        ("why?", {"seed": 1}, "seed was 0, is 1"),
+        ("why?", {"max_length": 48}, "max_length was 40, is 48"),
+    ],
+)
+def test_answers_to_something_else_are_not_trained_on(target, tmp_path, prompt, changes, words):
+    data = written(tmp_path / "prompts.jsonl", {"prompt": "why?"})
+    read_text(target, settings(data), answered(target)[0])
+    written(data, {"prompt": prompt})
+    with pytest.raises(ConfigError) as caught:
+        read_text(target, replace(settings(data), **changes), None)
+    assert words in caught.value.message and str(tmp_path / "out" / "data") in caught.value.message
+    assert "another output" in caught.value.hint
+
+
+def test_a_held_out_directory_without_rows_is_passed_over_unless_it_was_asked_for(target, tmp_path, caplog):
+    identity = TargetIdentity.of(target)
+    with ShardWriter(tmp_path / "data", "synthesize", identity, {}) as writer:
+        writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(12)])
+    ShardWriter(tmp_path / "data" / "held_out", "synthesize", identity, {}).close()
+    text = read_text(target, settings(tmp_path / "data"), None)
+    assert text.facts["held_out"]["name"] == "split off the data"
+    assert f"{tmp_path / 'data' / 'held_out'} holds no rows" in caplog.text
+    with pytest.raises(DataError, match=r"held_out holds no rows\n"):
+        read_text(target, settings(tmp_path / "data", held_out=tmp_path / "data" / "held_out"), None)
 
 
 def test_rows_of_neither_kind_are_refused_by_their_line(target, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peagle.errors import ConfigError
-from peagle.training.distributed import World
+from peagle.training.distributed import World, joined_world
 from tiny import tiny_target
 from tiny_runs import conversations, ignore, metrics_of, new_trainer, settings
 
@@ -22,6 +22,7 @@ SCRIPT = textwrap.dedent(
     import json, sys
     from pathlib import Path
     import torch
+    from torch.distributed.tensor import DTensor
     torch.set_num_threads(1)
     sys.path.insert(0, sys.argv[1])
     from peagle.training.distributed import joined_world, whole_state
@@ -38,8 +39,13 @@ SCRIPT = textwrap.dedent(
     with joined_world() as world:
         config = settings(output, **changes)
         world.check(config)
-        trainer = new_trainer(tiny_target(), config, world)
+        assert world.least(5 + world.rank) == 5
+        target = tiny_target()
+        trainer = new_trainer(target, config, world)
         trainer.train(conversations(), on_step)
+        for layers in (target.layers, trainer.drafter.layers):
+            is_spread = {isinstance(parameter, DTensor) for parameter in layers.parameters()}
+            assert is_spread == {config.parallel == "fsdp"}, "between steps no process holds a whole layer"
         state = whole_state(trainer.drafter.state_dict())
         if world.is_main:
             torch.save(state, output / "weights.pt")
@@ -119,8 +125,16 @@ def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
     check_same((metrics_of(config), trainer.drafter.state_dict()), output)
 
 
-def test_micro_batches_of_two_processes_add_up(alone, tmp_path):
-    assert run_processes(tmp_path, 2, micro_batch_size=1) == [0, 0]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 1, "num_partitions": 2, "checkpoint_activations": True, "parallel": "fsdp"},
+    ],
+    ids=["ddp", "fsdp"],
+)
+def test_micro_batches_of_two_processes_add_up(alone, tmp_path, changes):
+    assert run_processes(tmp_path, 2, **changes) == [0, 0]
     check_same(alone, tmp_path)
 
 
@@ -133,4 +147,17 @@ def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
 
 def test_one_process_is_a_world_of_its_own():
     assert World.current() == World(0, 1) and World().is_main
-    assert World().total(5) == 5
+    assert World().total(5) == World().least(5) == 5
+
+
+@pytest.mark.parametrize("number", ["2", "two"])
+def test_a_number_of_processes_that_nobody_started_is_explained(monkeypatch, number):
+    monkeypatch.setenv("WORLD_SIZE", number)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError) as caught, joined_world():
+        pass
+    assert caught.value.message.startswith(f"WORLD_SIZE is {number!r}, but the processes cannot be joined: ")
+    assert "RANK expected" in caught.value.message
+    assert caught.value.hint == "start them with torchrun, or unset WORLD_SIZE to train in one process"

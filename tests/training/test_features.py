@@ -146,7 +146,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(tar
     rows = [Conversation(endless, np.broadcast_to(np.True_, (10**12,)))]
     store = FeatureStore.__new__(FeatureStore)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_store, "_digest", lambda *_: "of a terabyte of text")
+        patch.setattr(feature_store, "contents_digest", lambda *_: "of a terabyte of text")
         store.__init__(tmp_path / "new", target, rows, max_length=10**12)
     with pytest.raises(CapacityError) as caught:
         store.complete(counting(target)[0], 2, World())

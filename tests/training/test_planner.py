@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from peagle.errors import CapacityError
 from peagle.training.batches import Batches
+from peagle.training.distributed import World
 from peagle.training.p_eagle import _run_layer
 from peagle.training.planner import GIB, Sizes, estimate, plan, planned, saved_values
 from tiny import tiny_drafter, tiny_target
@@ -193,17 +195,47 @@ def test_what_cannot_fit_is_refused_with_the_parts_and_a_remedy(large, tmp_path)
     assert caught.value.hint.startswith("leave num_partitions out, lower max_length")
 
 
-def test_sharded_layers_take_their_share_of_memory_in_each_process(large, tmp_path):
-    config = settings(tmp_path, **LONG)
-    spread = replace(large, num_processes=4, shards_layers=True)
-    alone, shared = (estimate(sizes, config, 1, 8).parts for sizes in (large, spread))
-    assert shared["target weights"] == alone["target weights"] // 4
-    assert shared["optimizer"] < alone["optimizer"] / 2
+def test_sharded_layers_take_their_share_of_memory_in_each_process(target, drafter, tmp_path):
+    config = settings(tmp_path, parallel="fsdp")
+    alone, shared = (
+        estimate(Sizes.of(target, drafter, config, World(0, number)), config, 1, 1).parts for number in (1, 4)
+    )
+    layer = sum(p.numel() * p.element_size() for p in target.layers[0].parameters())
+    num_layers = target.num_layers
+    held = num_layers * layer // 4 + layer
+    assert shared["target weights"] == alone["target weights"] - num_layers * layer + held, "tables stay whole"
+    assert shared["optimizer"] < alone["optimizer"]
+
+
+def test_quantized_layers_are_counted_whole_because_every_process_keeps_them(drafter, tmp_path):
+    target, config = tiny_target(), settings(tmp_path, parallel="fsdp")
+    target.layers[0].packed = torch.nn.Parameter(torch.zeros(64, dtype=torch.uint8), requires_grad=False)
+    alone, shared = (
+        estimate(Sizes.of(target, drafter, config, World(0, number)), config, 1, 1).parts for number in (1, 4)
+    )
+    assert shared["target weights"] == alone["target weights"]
+
+
+class Neighbour(World):
+    """Another process of the run has less room."""
+
+    def least(self, number):
+        return min(number, 60 * GIB)
+
+
+def test_all_processes_plan_with_the_room_of_the_fullest_one(large, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sizes, "of", lambda *_: replace(large, num_processes=2))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 * GIB, 1000 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"))
+    config = settings(tmp_path, **LONG | {"batch_size": 2})
+    assert planned(on_a_gpu, None, config, World()).num_partitions == 1
+    assert planned(on_a_gpu, None, config, Neighbour(0, 2)).num_partitions > 1
 
 
 def test_on_a_cpu_all_rows_go_at_once_unless_the_settings_say_otherwise(target, drafter, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="peagle"):
-        found = planned(target, drafter, settings(tmp_path, batch_size=4), num_processes=2)
+        found = planned(target, drafter, settings(tmp_path, batch_size=4), World(0, 2))
     assert (found.micro_batch_size, found.num_partitions, caplog.text) == (2, 1, "")
     found = planned(target, drafter, settings(tmp_path, batch_size=4, micro_batch_size=1, num_partitions=3))
     assert (found.micro_batch_size, found.num_partitions) == (1, 3)

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from peagle.drafter.card import TargetIdentity, read_card
 from peagle.drafter.checkpoint import load_drafter, save_drafter
 from peagle.engine.llm import LLM
 from peagle.errors import CheckpointError, ConfigError, DataError
 from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import read_conversations
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
 from peagle.training.shard_writer import ShardWriter
 from peagle.training.shards import Row
-from tiny import tiny_target
+from tiny import tiny_target, tiny_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "embedded_drafter.py"
 
@@ -233,11 +235,11 @@ def test_a_directory_that_does_not_accept_as_it_did_in_memory_is_reported_and_no
 
 
 def test_training_goes_on_from_a_drafter(target, data, finished, tmp_path):
-    changes = {"from_drafter": finished[0], "num_draft_tokens": 4, "num_steps": 2, "log_every": 1}
+    changes = {"from_drafter": finished[0], "init": "random", "num_draft_tokens": 4, "num_steps": 2, "log_every": 1}
     first = []
     train_drafter(target, settings(data, tmp_path, **changes), lambda step, metrics: first.append(metrics["loss"]))
     anew = []
-    fresh = changes | {"from_drafter": None}
+    fresh = changes | {"from_drafter": None, "init": "target"}
     train_drafter(target, settings(data, tmp_path / "new", **fresh), lambda step, metrics: anew.append(metrics["loss"]))
     assert first[0] < anew[0], "it begins better than a new one"
     card = read_card(tmp_path)
@@ -340,6 +342,38 @@ def test_an_unfinished_run_of_another_target_is_refused(target, data, tmp_path):
         train_drafter(target, settings(data, tmp_path), interrupt)
     with pytest.raises(ConfigError, match="target_weights was"):
         train_drafter(tiny_target(seed=5), settings(data, tmp_path), ignore)
+
+
+def test_an_unfinished_run_is_not_gone_on_with_on_other_text(target, tmp_path):
+    def interrupt(step, metrics):
+        raise KeyboardInterrupt
+
+    rows = [{"prompt_ids": [3, 4, 5], "answer_ids": list(range(start, start + 12))} for start in (20, 40, 60, 80)]
+    data = written(tmp_path / "rows.jsonl", *rows)
+    config = settings(data, tmp_path / "drafter", held_out=None)
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(target, config, interrupt)
+    written(data, *reversed(rows))
+    with pytest.raises(ConfigError, match="data_contents was"):
+        train_drafter(target, config, ignore)
+    written(data, *rows)
+    train_drafter(target, config, ignore)
+
+
+def test_layers_that_cannot_be_copied_are_refused_before_prompts_are_answered(tmp_path):
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 512}
+    target = HFTarget(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **shape)), tiny_tokenizer(), name="experts")
+    prompts = written(tmp_path / "prompts.jsonl", {"prompt": "why?"})
+
+    def answer(*_):
+        raise AssertionError("nothing may be written yet")
+
+    with pytest.raises(ConfigError) as caught:
+        train_drafter(target, settings(prompts, tmp_path / "out", held_out=None), ignore, answer)
+    assert "to start from" in caught.value.message and "init = random" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_recipe_goes_from_prompts_to_a_replayed_drafter(data, tmp_path, monkeypatch, capsys):

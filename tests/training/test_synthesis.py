@@ -226,6 +226,31 @@ def test_nothing_is_started_after_the_deadline(target, tmp_path):
     assert generator.jobs == []
 
 
+@pytest.mark.parametrize(
+    ("question", "reason"), [("cut", "question: cut"), ("same", "question: asked before"), ("", "prompt: too long")]
+)
+def test_a_target_of_which_no_question_is_of_use_is_given_up(target, tmp_path, question, reason):
+    if question:
+        endless = itertools.repeat(spoken(target, f"the {question} question", ended=question != "cut"))
+    else:
+        endless = (spoken(target, f"{number:06d}" + "".join(map(chr, range(40, 110)))) for number in itertools.count())
+    generator = ScriptedGenerator(target, endless, itertools.repeat(answer()), at_once=4)
+    with pytest.raises(DataError) as caught:
+        run(target, tmp_path, generator)
+    assert (
+        caught.value.message.startswith("none of the last 51") and f" can be used: {reason} (" in caught.value.message
+    )
+    assert "max_question_tokens" in caught.value.hint
+
+
+def test_given_prompts_are_answered_where_no_question_is_of_use(target, tmp_path):
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), given_share=1.0)
+    questions = itertools.repeat(spoken(target, "a question that was cut", ended=False))
+    generator = ScriptedGenerator(target, questions, itertools.repeat(answer()), at_once=4)
+    given = [prompt(f"the prompt number {number}") for number in range(600)]
+    assert run(target, tmp_path, generator, config, Until(num_answers=600), given)["num_rows"] == 600
+
+
 def test_a_target_of_which_no_answer_is_of_use_is_given_up(target, tmp_path):
     questions = [spoken(target, f"the question number {n}") for n in range(200)]
     generator = ScriptedGenerator(target, questions, [answer(n)[:-1] for n in range(200)])

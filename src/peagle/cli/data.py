@@ -5,7 +5,6 @@ Everything is written in shards and may be stopped at any moment: the same comma
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import time
@@ -23,7 +22,7 @@ from peagle.cli.arguments import TargetArguments, TargetOptions, accelerator, pa
 from peagle.cli.inspection import show
 from peagle.cli.progress import progress_bar
 from peagle.errors import PeagleError, nearest
-from peagle.training.generation import Dialog, RegenerationConfig, SynthesisConfig, Until
+from peagle.training.generation import Dialog, RegenerationConfig, SynthesisConfig, Until, describe_file
 
 if TYPE_CHECKING:
     from peagle.engine.feed import Feed
@@ -147,10 +146,10 @@ def synthesize(argv: list[str]) -> int:
 def regenerate(argv: list[str]) -> int:
     arguments = parse(Regenerate, "data regenerate", argv, description=REGENERATE)
     dialogs = [dialog for path in arguments.prompts for dialog in read_dialogs(path, limit=arguments.limit)]
-    sources = [describe_file(path) | {"limit": arguments.limit} for path in arguments.prompts]
-    target = arguments.target.load()
     config, output = arguments.regeneration, arguments.output
-    counts, report = answer_dialogs(target, dialogs, sources, output, config, arguments.max_batch)
+    settings = config.described(*arguments.prompts, limit=arguments.limit)
+    target = arguments.target.load()
+    counts, report = answer_dialogs(target, dialogs, settings, output, config, arguments.max_batch)
     show_counts(output, counts, report, arguments.json)
     return 0
 
@@ -170,18 +169,15 @@ def inspect(argv: list[str]) -> int:
     return 0
 
 
-def answer_prompts(
-    target: "HFTarget", prompts: Path, output: Path, config: RegenerationConfig, max_batch: int | None = None
-) -> None:
-    """Have the target answer a prompt file into a directory of shards; one that is finished is left as it is."""
-    dialogs = read_dialogs(prompts)
-    answer_dialogs(target, dialogs, [describe_file(prompts) | {"limit": None}], output, config, max_batch)
+def answer_prompts(target: "HFTarget", prompts: Path, output: Path, config: RegenerationConfig) -> None:
+    """Have the target answer a prompt file into a directory of shards."""
+    answer_dialogs(target, read_dialogs(prompts), config.described(prompts), output, config, max_batch=None)
 
 
 def answer_dialogs(
     target: "HFTarget",
     dialogs: Sequence[Dialog],
-    sources: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
     output: Path,
     config: RegenerationConfig,
     max_batch: int | None,
@@ -190,7 +186,6 @@ def answer_dialogs(
 
     regeneration.check(target, dialogs, config)
     check_room(output, regeneration.most_tokens(dialogs, config))
-    settings = dataclasses.asdict(config) | {"prompts": sources}
     with writer_factory(target, "regenerate", settings)(output) as writer:
         report = Report(Until(num_answers=len(dialogs)), writer.counts["num_answer_tokens"])
         counts = writer.counts
@@ -270,10 +265,6 @@ def check_room(output: Path, num_tokens: int) -> None:
 
     num_written = open_shards(output).counts()["num_tokens"] if is_shard_directory(output) else 0
     log.info("disk: %s", check_disk(output, max(num_tokens - num_written, 0)))
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def show_counts(output: Path, counts: dict[str, Any], report: Report, as_json: bool) -> None:

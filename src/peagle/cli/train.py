@@ -20,7 +20,6 @@ from peagle.cli.progress import progress_bar
 from peagle.config import from_toml
 from peagle.json_rows import read_lines
 from peagle.training.config import TrainConfig
-from peagle.training.generation import RegenerationConfig
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -51,8 +50,7 @@ def main(argv: list[str]) -> int:
 
         from peagle.training.run import train_drafter
 
-        answers = RegenerationConfig(config.max_length, config.max_length, seed=config.seed)
-        answer = partial(answer_prompts, target, config=answers) if world.size == 1 else None
+        answer = partial(answer_prompts, target) if world.size == 1 else None
         with contextlib.closing(Steps(config.num_steps, is_shown=world.is_main)) as steps:
             train_drafter(target, config, steps.show, answer)
     if world.is_main:

@@ -94,7 +94,9 @@ class TrainConfig:
         for name in ("num_layers", "num_draft_tokens", "batch_size", "num_steps", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "seed", "weight_decay"):
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be between 0 and 2**63 - 1, got {self.seed}")
+        for name in ("warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("micro_batch_size", "num_partitions"):
@@ -155,8 +157,6 @@ class TrainConfig:
             raise ConfigError("fc_norm and norm_before_fc exclude each other", hint="turn fc_norm off: --no-fc-norm")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
             raise ConfigError(f"draft_vocab_size must be at least 2, got {self.draft_vocab_size}")
-        if self.from_drafter is not None and self.init != "target":
-            raise ConfigError("init and from_drafter exclude each other", hint="leave init out: it goes on as it was")
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

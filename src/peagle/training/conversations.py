@@ -133,6 +133,8 @@ def _bounds(shard: Shard, max_length: int) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _checked(path: Path, conversations: ConversationSet, max_length: int) -> ConversationSet:
+    if not len(conversations) and not conversations.num_dropped:
+        raise DataError(f"{path} holds no rows", hint="give data that has some, or write more of it with peagle data")
     if not len(conversations):
         raise DataError(
             f"{path}: none of its {conversations.num_dropped} rows has an answer token within "

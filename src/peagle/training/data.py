@@ -10,16 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.drafter.card import TargetIdentity
 from peagle.errors import DataError
 from peagle.json_rows import SHAREGPT_ROLES, read_rows
 from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import ANSWER_KEYS, Conversation, ConversationSet, read_conversations
-from peagle.training.shards import check_target, is_shard_directory, read_manifest
+from peagle.training.generation import RegenerationConfig
+from peagle.training.shard_writer import check_made_by
+from peagle.training.shards import check_target, is_shard_directory, open_shards, read_manifest
 
 log = logging.getLogger(__name__)
 
-AnswerPrompts = Callable[[Path, Path], None]
+AnswerPrompts = Callable[[Path, Path, RegenerationConfig], None]
 """Has the target answer a prompt file (the first path) into a directory of shards (the second)."""
 HELD_OUT_NAME = "held_out"
 MOST_HELD_OUT = 0.1
@@ -43,7 +46,7 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
     """Read what `config` names. A file of prompts is first answered, into OUTPUT/data; that may be interrupted, too."""
     path = config.data
     if not path.is_dir() and not has_answers(path):
-        path = _answered(config, answer_prompts)
+        path = _answered(target, config, answer_prompts)
     data = _read(path, target, config.max_length)
     _check_labels(path, data, config)
     facts: dict[str, Any] = {
@@ -59,6 +62,9 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
     given = config.held_out
     if given is None and is_shard_directory(path / HELD_OUT_NAME):
         given = path / HELD_OUT_NAME
+        if not open_shards(given).counts()["num_rows"]:
+            log.warning("%s holds no rows, so some of the data's own are set apart", given)
+            given = None
     if given is None:
         return _split(data, config, facts)
     held_out = _read(given, target, target.max_length)
@@ -77,7 +83,7 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
 
 def has_answers(path: Path) -> bool:
     """Whether a file is one of conversations; by its first row, without which it is a DataError."""
-    if ".txt" in path.suffixes:
+    if [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"][-1:] == [".txt"]:
         return False
     _, row = next(read_rows(path))
     turns = row.get("messages", row.get("conversations"))
@@ -96,9 +102,11 @@ def answer_counts(conversations: Sequence[Conversation], vocab_size: int) -> Ten
     return torch.from_numpy(counts)
 
 
-def _answered(config: TrainConfig, answer_prompts: AnswerPrompts | None) -> Path:
+def _answered(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPrompts | None) -> Path:
     directory = config.output / "data"
+    asked = RegenerationConfig(config.max_length, config.max_length, seed=config.seed)
     if is_shard_directory(directory) and read_manifest(directory)["is_complete"]:
+        check_made_by(directory, "regenerate", TargetIdentity.of(target), asked.described(config.data))
         return directory
     if answer_prompts is None:
         raise DataError(
@@ -106,7 +114,7 @@ def _answered(config: TrainConfig, answer_prompts: AnswerPrompts | None) -> Path
             hint="let the target answer them first: peagle data regenerate",
         )
     log.info("%s holds prompts: the target answers them first, into %s", config.data, directory)
-    answer_prompts(config.data, directory)
+    answer_prompts(config.data, directory, asked)
     return directory
 
 

@@ -32,14 +32,21 @@ def joined_world() -> "Iterator[World]":
 
     On GPUs each process takes the one of its local rank as its current device, so enter before a target is loaded.
     """
-    if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+    number = os.environ.get("WORLD_SIZE", "1")
+    if number == "1":
         yield World()
         return
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
+    try:
+        dist.init_process_group(backend)
+    except ValueError as error:
+        raise ConfigError(
+            f"WORLD_SIZE is {number!r}, but the processes cannot be joined: {error}",
+            hint="start them with torchrun, or unset WORLD_SIZE to train in one process",
+        ) from error
     if dist.get_rank():
         logging.getLogger("peagle").setLevel(logging.WARNING)  # the first process tells of the choices of all
     try:
@@ -72,16 +79,27 @@ class World:
                 hint=f"use a multiple of {self.size}",
             )
 
+    def shards_layers(self, config: TrainConfig) -> bool:
+        """Whether the layers of drafter and target are spread over the processes."""
+        return config.parallel == "fsdp" and self.size > 1
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
     def total(self, number: int) -> int:
         """The sum of a number over the processes. It does not wait for a device."""
+        return self._joined(number, dist.ReduceOp.SUM)
+
+    def least(self, number: int) -> int:
+        """The smallest of the processes' numbers."""
+        return self._joined(number, dist.ReduceOp.MIN)
+
+    def _joined(self, number: int, operation: Any) -> int:
         if self.size == 1:
             return number
         held = torch.tensor(number)
-        dist.all_reduce(held)
+        dist.all_reduce(held, operation)
         return int(held)
 
     def reduce(self, *tensors: Tensor) -> None:
@@ -127,17 +145,23 @@ def shard(drafter: Drafter, target: HFTarget) -> None:
 
     Tables, the fusing layer and the head stay whole. The drafter must be the same in all processes before.
     """
+    # By default a root, which each layer is, would stay whole until a backward, and the target has none.
     for layer in drafter.layers:
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=True)
         assert isinstance(layer, FSDPModule), "made one just now"
         layer.set_gradient_divide_factor(1.0)  # sums, not means, in the backward
         layer.set_force_sum_reduction_for_comms(True)
-    if not all(parameter.is_floating_point() for parameter in target.layers.parameters()):
+    if not can_spread(target):
         log.warning("the target's weights are quantized, so each process keeps all of them")
         return
     target.keep_fingerprint()
     for layer in target.layers:
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=True)
+
+
+def can_spread(target: HFTarget) -> bool:
+    """Whether the target's layers can be sharded: quantized weights cannot."""
+    return all(parameter.is_floating_point() for parameter in target.layers.parameters())
 
 
 def whole_state(state: Any) -> Any:

@@ -29,7 +29,7 @@ from peagle.targets.hf import HFTarget
 from peagle.training.batches import pack_rows
 from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
-from peagle.training.packing import Packing
+from peagle.training.packing import Integers, Packing
 from peagle.training.shards import write_whole
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class FeatureStore:
             "target": target.fingerprint(),
             "aux_layer_ids": list(target.aux_layer_ids),
             "dtype": str(target.dtype).removeprefix("torch."),
-            "data": _digest(conversations, self.lengths),
+            "data": contents_digest(conversations, self.lengths),
             "num_tokens": int(self.lengths.sum()),
         }
 
@@ -224,9 +224,9 @@ class FeatureStore:
         return self._open[number]
 
 
-def _digest(conversations: Sequence[Conversation], lengths: "np.ndarray[Any, np.dtype[np.int64]]") -> str:
+def contents_digest(conversations: Sequence[Conversation], lengths: Sequence[int] | Integers) -> str:
     """A hash of all token ids and of where they are cut."""
-    digest = hashlib.sha256(lengths.tobytes())
+    digest = hashlib.sha256(np.asarray(lengths, dtype=np.int64).tobytes())
     for row, length in zip(conversations, lengths, strict=True):
         digest.update(np.ascontiguousarray(row.token_ids[:length]).tobytes())
     return digest.hexdigest()[:32]

@@ -138,10 +138,13 @@ class CachedFeatures:
 def features_for(
     target: HFTarget, config: TrainConfig, conversations: Sequence[Conversation], world: World
 ) -> FeatureSource:
-    """The source that `config` names; cached states are completed first."""
+    """The source that `config` names; cached states are completed first.
+
+    Ask before the target is spread over the processes: each of them completes files of its own.
+    """
     compiles = is_compiled(config, target.device)
     if config.features == "online":
-        return OnlineFeatures(target, compiles=compiles)
+        return OnlineFeatures(target, compiles=compiles, captures=False if world.shards_layers(config) else None)
     directory = config.features_directory or config.output / "features"
     store = FeatureStore(directory, target, conversations, config.max_length)
     source = CachedFeatures(target, store)

@@ -4,10 +4,12 @@ Training does not know the engine: whoever calls it passes a `Generator` in. Imp
 torch nor numpy, so the command line can be made from its settings.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from peagle.errors import ConfigError
@@ -146,6 +148,10 @@ class RegenerationConfig:
         if self.max_turns is not None:
             _require(self, 1, "max_turns")
 
+    def described(self, *prompts: Path, limit: int | None = None) -> dict[str, Any]:
+        """What the answers to these files depend on, as the manifest of their shards tells it."""
+        return dataclasses.asdict(self) | {"prompts": [describe_file(path) | {"limit": limit} for path in prompts]}
+
     def answer_params(self, key: int, turn: int, room: int, end: int) -> SamplingParams:
         """The same for a conversation and a turn in every run; the temperature is the same in all turns."""
         return SamplingParams(
@@ -191,6 +197,10 @@ def check_max_length(max_length: int, target: "HFTarget") -> None:
             f"max_length {max_length} exceeds the target's {target.max_length}",
             hint=f"use at most {target.max_length}",
         )
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def drawn_number(*parts: int | str) -> int:

@@ -25,6 +25,7 @@ from peagle.targets.hf import HFTarget
 from peagle.training.batches import SLOT_MULTIPLE
 from peagle.training.cod import max_num_slots
 from peagle.training.config import TrainConfig
+from peagle.training.distributed import World, can_spread
 from peagle.training.features import is_worth_capturing
 from peagle.training.labels import ChunkShape
 from peagle.training.objective import is_compiled
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 USABLE = 0.94  # of the device's memory; the rest is lost between blocks of the allocator
 MOST_PARTITIONS = 64
 GIB = 2**30
+ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,18 @@ class Sizes:
     """its pass is recorded as a graph, which keeps the memory of its activations"""
     num_processes: int = 1
     shards_layers: bool = False
+    target_spread: int = 0
+    """the part of the target's weights that is spread over the processes"""
+    target_layer: int = 0
+    """the largest layer of that part, whole while it runs"""
 
     @classmethod
-    def of(cls, target: HFTarget, drafter: Drafter, config: TrainConfig, num_processes: int = 1) -> "Sizes":
+    def of(cls, target: HFTarget, drafter: Drafter, config: TrainConfig, world: World = ALONE) -> "Sizes":
         """Ask before anything is sharded."""
         from peagle.targets.packed import TargetHead
 
+        spread = target.layers if world.shards_layers(config) and can_spread(target) else ()
+        layers = [sum(part.numel() * part.element_size() for part in layer.parameters()) for layer in spread]
         return cls(
             target_weights=sum(tensor.numel() * tensor.element_size() for tensor in _storages(target.model)),
             target_transient_values=_transient_values(target.model.config.get_text_config(), drafter.config),
@@ -72,9 +80,11 @@ class Sizes:
             num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
             layer_parameters=max(sum(part.numel() for part in layer.parameters()) for layer in drafter.layers),
             value_bytes=2 if target.dtype in (torch.bfloat16, torch.float16) else 4,
-            target_is_captured=is_compiled(config, target.device) and is_worth_capturing(target),
-            num_processes=num_processes,
-            shards_layers=config.parallel == "fsdp" and num_processes > 1,
+            target_is_captured=is_compiled(config, target.device) and is_worth_capturing(target) and not layers,
+            num_processes=world.size,
+            shards_layers=world.shards_layers(config),
+            target_spread=sum(layers),
+            target_layer=max(layers, default=0),
         )
 
 
@@ -153,18 +163,21 @@ def plan(sizes: Sizes, config: TrainConfig, room: int) -> Estimate:
     )
 
 
-def planned(target: HFTarget, drafter: Drafter, config: TrainConfig, num_processes: int = 1) -> TrainConfig:
-    """`config` with the rows at once and the segments filled in; the estimate is logged. On a CPU all rows at once."""
-    rows = config.batch_size // num_processes
+def planned(target: HFTarget, drafter: Drafter, config: TrainConfig, world: World = ALONE) -> TrainConfig:
+    """`config` with the rows at once and the segments filled in; the estimate is logged. On a CPU all rows at once.
+
+    All processes must run the same passes, so the one with the least room decides.
+    """
+    rows = config.batch_size // world.size
     if target.device.type != "cuda":
         return replace(
             config,
             micro_batch_size=min(rows, config.micro_batch_size or rows),
             num_partitions=config.num_partitions or 1,
         )
-    sizes = Sizes.of(target, drafter, config, num_processes)
+    sizes = Sizes.of(target, drafter, config, world)
     free, _ = torch.cuda.mem_get_info(target.device)
-    room = free + torch.cuda.memory_reserved(target.device)
+    room = world.least(free + torch.cuda.memory_reserved(target.device))
     found = plan(sizes, config, room)
     log.info("memory: %s, of %.1f GiB", found, room / GIB)
     return replace(config, micro_batch_size=found.micro_batch_size, num_partitions=found.num_partitions)
@@ -215,7 +228,7 @@ def _weights(sizes: Sizes, config: TrainConfig) -> tuple[dict[str, int], int]:
     if sizes.shards_layers:
         spread = layers - layers // sizes.num_processes
         drafter = drafter - spread + sizes.layer_parameters
-        target //= sizes.num_processes
+        target -= sizes.target_spread - sizes.target_spread // sizes.num_processes - sizes.target_layer
     moments = 8 * drafter - (4 * layers if config.optimizer == "muon" else 0)
     return {"target weights": target, "drafter weights": 4 * drafter, "optimizer": moments}, 4 * drafter
 

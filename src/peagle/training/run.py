@@ -24,6 +24,7 @@ from peagle.training.curves import PLOT_NAME, plot, shown_on_tensorboard
 from peagle.training.data import AnswerPrompts, RunText, answer_counts, read_text
 from peagle.training.distributed import World, shard, whole_state
 from peagle.training.eagle3 import UnrolledObjective
+from peagle.training.feature_store import contents_digest
 from peagle.training.features import features_for
 from peagle.training.objective import Objective
 from peagle.training.p_eagle import ParallelObjective
@@ -67,11 +68,11 @@ def train_drafter(
     drafter = starting_drafter(target, config, counts_V)
     if counts_V is not None:
         text.facts.update(draft_vocab_facts(drafter, counts_V))
-    config = planned(target, drafter, config, world.size)
-    if config.parallel == "fsdp" and world.size > 1:
+    config = planned(target, drafter, config, world)
+    features_of = features_for(target, config, text.conversations, world)
+    if world.shards_layers(config):
         shard(drafter, target)
     objective = OBJECTIVES[config.method](drafter, config)
-    features_of = features_for(target, config, text.conversations, world)
     trainer = Trainer(drafter, objective, features_of, config, run)
     _log_start(text, trainer.step)
 
@@ -106,7 +107,11 @@ def _check_limits(target: HFTarget, config: TrainConfig) -> None:
 
 def _inputs(target: HFTarget, config: TrainConfig, text: RunText) -> dict[str, Any]:
     """Facts about what the settings only name: a run is not continued with others."""
-    inputs = {"target_weights": target.fingerprint(), "num_answer_tokens": text.num_answer_tokens}
+    inputs = {
+        "target_weights": target.fingerprint(),
+        "num_answer_tokens": text.num_answer_tokens,
+        "data_contents": contents_digest(text.conversations, [len(row) for row in text.conversations]),
+    }
     if config.from_drafter is not None:
         inputs["from_weights"] = earlier_facts(target, config.from_drafter)["weights"]
     return inputs

@@ -62,7 +62,7 @@ class ShardWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(directory)
         try:
-            plain = json.loads(json.dumps(dict(settings), default=str))
+            plain = _plain(settings)
             self._manifest: dict[str, Any] = {
                 "format": FORMAT,
                 "kind": kind,
@@ -74,7 +74,7 @@ class ShardWriter:
             }
             self.keys: set[int] = set()
             if is_shard_directory(directory):
-                self._go_on(kind, target, plain)
+                self._go_on(kind, target, settings)
             self._manifest["runs"].append(provenance(accelerator))
             self._manifest["is_complete"] = False
             self._write_manifest()
@@ -144,24 +144,9 @@ class ShardWriter:
         self._file.close()
         Path(self._file.name).unlink()
 
-    def _go_on(self, kind: str, target: TargetIdentity, settings: dict[str, Any]) -> None:
+    def _go_on(self, kind: str, target: TargetIdentity, settings: Mapping[str, Any]) -> None:
+        check_made_by(self.directory, kind, target, settings)
         earlier = read_manifest(self.directory)
-        differing = [] if earlier["kind"] == kind else [f"it was made by {earlier['kind']}, not {kind}"]
-        theirs = identity_of(self.directory, earlier)
-        for name in ("weights", "tokenizer", "chat_template"):
-            if getattr(theirs, name) != getattr(target, name):
-                differing.append(f"the target's {name} were those of {theirs.name!r}, are those of {target.name!r}")
-        was = earlier["settings"]
-        differing += [
-            f"{name} was {was.get(name)!r}, is {settings.get(name)!r}"
-            for name in sorted(was.keys() | settings.keys())
-            if was.get(name) != settings.get(name)
-        ]
-        if differing:
-            raise ConfigError(
-                f"{self.directory} holds shards of another kind: {'; '.join(differing)}",
-                hint="give the earlier settings to go on with them, or another output to start anew",
-            )
         self._manifest |= {"shards": earlier["shards"], "runs": earlier["runs"]}
         for shard in open_shards(self.directory).shards:
             self.keys.update(shard.keys.tolist(), shard.dropped_keys.tolist())
@@ -227,6 +212,33 @@ class ShardWriter:
                 f"so far ({counts['num_answer_tokens']:,} answer tokens) are safe there",
                 hint="make room and give the same command again: it goes on from there",
             ) from error
+
+
+def check_made_by(directory: Path, kind: str, target: TargetIdentity, settings: Mapping[str, Any]) -> None:
+    """Refuse a directory whose shards are of another kind, target or settings."""
+    earlier, settings = read_manifest(directory), _plain(settings)
+    differing = [] if earlier["kind"] == kind else [f"it was made by {earlier['kind']}, not {kind}"]
+    theirs = identity_of(directory, earlier)
+    for name in ("weights", "tokenizer", "chat_template"):
+        if getattr(theirs, name) != getattr(target, name):
+            differing.append(f"the target's {name} were those of {theirs.name!r}, are those of {target.name!r}")
+    was = earlier["settings"]
+    differing += [
+        f"{name} was {was.get(name)!r}, is {settings.get(name)!r}"
+        for name in sorted(was.keys() | settings.keys())
+        if was.get(name) != settings.get(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{directory} holds shards of another kind: {'; '.join(differing)}",
+            hint="give the earlier settings to go on with them, or another output to start anew",
+        )
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a manifest has them."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
+    return plain
 
 
 def _locked(directory: Path) -> int:

@@ -36,7 +36,10 @@ def check_start(target: HFTarget, config: TrainConfig) -> None:
             hint=f"use at most {target.num_layers} layers, or init = random",
         )
     target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
-    config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    if config.init == "target":
+        with target.device:  # where noise, which is not looked at, is made in no time
+            create_drafter(target, drafter_config, config.init, config.seed)
 
 
 def starting_drafter(target: HFTarget, config: TrainConfig, counts_V: Tensor | None) -> Drafter:

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 SHORTEST_QUESTION = 8  # characters of a question, and room left for one in tokens
 LOOP_TOKENS = 32
 FIRST_ANSWERS = 64  # after which a look is taken at what becomes of them
+FRUITLESS_QUESTIONS = 512  # after which a target that gets nothing to answer is given up
 GPU_RATE, CPU_RATE = 500_000, 10_000  # tokens a second that no machine we know of exceeds
 
 OnProgress = Callable[[dict[str, Any]], None]
@@ -124,6 +125,8 @@ class _Synthesis:
         self._num_begun = self._num_given = 0
         self._outcomes: Counter[str] = Counter()
         self._is_watched = False
+        self._fruitless: Counter[str] = Counter()
+        """questions dropped since an answer was last begun, by reason"""
         self._num_asking = 0
         self._num_answering = 0
         self._num_held_out = held_out.counts["num_rows"] if held_out else 0
@@ -166,6 +169,19 @@ class _Synthesis:
         self._writer.append(kept[False], drops)
         self._watch(sum(map(len, kept.values())), drops)
 
+    def _drop_questions(self, drops: Sequence[Drop]) -> None:
+        """Count questions that will not be answered, and give up where there are no others: it would go on for ever."""
+        self._writer.append((), drops)
+        self._fruitless.update(drop.reason for drop in drops)
+        number = self._fruitless.total()
+        # Of those asked at the same time the faulty ones may be the first to end, so wait for several times as many.
+        if self._num_answering or self._ready or number < max(FRUITLESS_QUESTIONS, 8 * self._num_asking):
+            return
+        raise DataError(
+            f"none of the last {number} questions can be used: {_by_reason(self._fruitless)}",
+            hint="raise max_question_tokens, question_temperature or max_length, or use an instruction-tuned target",
+        )
+
     def _watch(self, num_kept: int, drops: Sequence[Drop]) -> None:
         """Say when most answers are cut off, and give up where none is of use: it would go on for ever."""
         self._outcomes.update(drop.reason for drop in drops)
@@ -175,9 +191,8 @@ class _Synthesis:
             return
         self._is_watched = True
         if not self._outcomes["kept"]:
-            found = ", ".join(f"{reason} ({number})" for reason, number in self._outcomes.most_common() if number)
             raise DataError(
-                f"none of the first {num_answers} answers can be used: {found}",
+                f"none of the first {num_answers} answers can be used: {_by_reason(self._outcomes)}",
                 hint="raise max_length, keep cut answers (--keep-cut), or use an instruction-tuned target",
             )
         if self._outcomes["answer: cut"] > num_answers / 2:
@@ -232,8 +247,10 @@ class _Synthesis:
                 stop_token_ids=(self._answer_end,),
             )
             jobs.append(Job(_Asked(key, temperature, is_held_out), prompt_ids, params))
-        self._writer.append((), drops)
         self._num_answering += len(jobs)
+        if jobs:
+            self._fruitless.clear()
+        self._drop_questions(drops)
         return jobs
 
     def _question_job(self) -> Job:
@@ -265,7 +282,7 @@ class _Synthesis:
             else:
                 self._seen.add(key)
                 self._ready.append((key, Dialog("a question", ({"role": "user", "content": text},))))
-        self._writer.append((), drops)
+        self._drop_questions(drops)
 
     def _fault(self, token_ids: TokenIds, is_ended: bool) -> str | None:
         if len(token_ids) < self._config.min_answer_tokens:
@@ -273,6 +290,10 @@ class _Synthesis:
         if not self._config.keep_loops and loops(token_ids[: len(token_ids) - is_ended]):
             return "answer: loops"
         return None if is_ended or self._config.keep_cut else "answer: cut"
+
+
+def _by_reason(outcomes: Counter[str]) -> str:
+    return ", ".join(f"{reason} ({number})" for reason, number in outcomes.most_common() if number)
 
 
 def question_key(text: str) -> int:
