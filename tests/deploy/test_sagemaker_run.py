@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.deploy.sagemaker.aws import Aws
+from peagle.deploy.sagemaker.aws import Aws, AwsError
 from peagle.deploy.sagemaker.files import read_directory
 from peagle.deploy.sagemaker.found import look
 from peagle.deploy.sagemaker.plan import Call, Deployment, Rolling, plan_deploy
@@ -263,6 +263,31 @@ def test_an_update_that_is_rolled_back_leaves_what_was_served(cloud, aws, tmp_pa
         operator(aws).update(better(tmp_path, made, image=f"{IMAGE}:broken"), Rolling())
     assert "/aws/sagemaker/Endpoints/chat" in str(caught.value)
     assert cloud.state() == before
+
+
+def test_scaling_is_back_after_an_update_to_another_instance_type_was_rolled_back(cloud, aws, tmp_path):
+    made = deployment(tmp_path)
+    operator(aws).deploy(made)
+    before = cloud.state()
+    broken = replace(made, image=f"{IMAGE}:broken", instance="ml.g6e.2xlarge")
+    with pytest.raises(DeployError, match="rolled back, and the endpoint serves as before"):
+        operator(aws).update(broken, Rolling())
+    assert before["policies"] and cloud.state() == before
+
+
+def test_scaling_is_back_after_an_update_to_another_instance_type_was_refused(cloud, aws, tmp_path):
+    class Refusing(Interrupting):
+        def call(self, service: str, operation: str, **parameters: object) -> dict:
+            if operation == "update_endpoint":
+                raise AwsError(operation, "ResourceLimitExceeded", "no more of them")
+            return Aws.call(self, service, operation, **parameters)
+
+    operator(aws).deploy(deployment(tmp_path))
+    before = cloud.state()
+    with pytest.raises(DeployError, match="AWS refused update_endpoint"):
+        operator(Refusing(aws, 0)).update(replace(deployment(tmp_path), instance="ml.g6e.2xlarge"), Rolling())
+    state = cloud.state()
+    assert before["policies"] and all(state[key] == before[key] for key in ("endpoints", "targets", "policies"))
 
 
 def test_an_endpoint_that_fails_says_why_and_is_replaced_by_the_next_attempt(cloud, aws, tmp_path):

@@ -255,6 +255,21 @@ def test_further_keys_of_the_speculative_config_are_added():
     assert speculation(command(given, GPU))["model"] == "drafter"
 
 
+@pytest.mark.parametrize("known", [True, None])
+def test_a_drafter_is_not_drafted_in_parallel_where_the_speculative_config_says_so(known):
+    given = launch(drafter=replace(P_EAGLE, parallel=known))
+    made = command(with_flags(given, ["--speculative-config", '{"parallel_drafting": false}']), GPU)
+    assert speculation(made)["parallel_drafting"] is False and made.environment == {}
+
+
+def test_a_drafter_of_unknown_kind_is_refused_until_the_kind_is_said():
+    given = launch(drafter=replace(P_EAGLE, parallel=None))
+    text = refusal(given)
+    assert "whether the drafter drafter is P-EAGLE or EAGLE-3 is not known" in text and "parallel_drafting" in text
+    made = command(with_flags(given, ["--speculative-config", '{"parallel_drafting": true}']), GPU)
+    assert speculation(made)["parallel_drafting"] is True and made.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
 @pytest.mark.parametrize("flag", REFUSED_FLAGS)
 def test_a_flag_that_would_go_past_us_is_refused_with_what_to_use(flag):
     with pytest.raises(ConfigError) as caught:
@@ -278,6 +293,8 @@ def test_a_key_of_the_speculative_config_that_is_ours_or_cannot_work_is_refused_
         (["--gpu-memory-utilization", "x"], "--gpu-memory-utilization must be a number, got 'x'"),
         (["--speculative-config", "{"], "--speculative-config is not valid JSON"),
         (["--speculative-config", "[]"], "--speculative-config must be a JSON object, got '[]'"),
+        (["--speculative-config", '{"parallel_drafting": "no"}'], "parallel_drafting must be true or false, got 'no'"),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens cannot be set here"),
         (["--speculative-config.method", "ngram"], "--speculative-config.method cannot be checked"),
         (["--max-model-len", "5"], "--max-model-len is 5, but max_length is 64"),
     ],
@@ -286,6 +303,11 @@ def test_flags_that_cannot_be_read_are_refused(words, message):
     with pytest.raises(ConfigError) as caught:
         with_flags(launch(max_length=64), words)
     assert message in str(caught.value)
+
+
+def test_an_eagle3_drafter_cannot_be_told_to_draft_in_parallel():
+    with pytest.raises(ConfigError, match="but the drafter is an EAGLE-3 one"):
+        with_flags(launch(drafter=EAGLE3), ["--speculative-config", '{"parallel_drafting": true}'])
 
 
 def test_the_same_setting_by_both_names_is_no_contradiction():

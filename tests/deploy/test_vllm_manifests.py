@@ -122,6 +122,12 @@ def test_no_secret_is_written_only_where_it_comes_from(shown, monkeypatch):
     assert sources["HF_TOKEN"] == {"name": "peagle-secrets", "key": "hf-token", "optional": True}
 
 
+def test_the_secret_is_made_without_the_newline_at_the_end_of_its_file(shown):
+    text = shown(*GPT, "--show", "kubernetes")
+    assert "--from-file" not in text, "it would keep the newline, and no client could send the key"
+    assert '--from-literal=api-key="$(cat FILE)" --from-literal=hf-token="$(cat FILE)"' in text
+
+
 def test_on_several_nodes_a_head_waits_for_all_of_them_and_the_others_join_it(shown):
     (compose,) = documents(shown(*NODES, "--show", "compose"))
     head, worker = compose["services"]["head"], compose["services"]["worker"]

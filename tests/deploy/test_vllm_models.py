@@ -93,6 +93,7 @@ def test_a_compact_drafter_is_written_in_vllm_s_form_once_and_is_the_same(models
         ({"rename": lambda name: f"model.{name}"}, "prefixed names"),
         ({"drop": ["mask_hidden"]}, "no mask_hidden"),
         ({"config": {"architectures": ["LlamaForCausalLMPeagle"]}}, "no architecture LlamaForCausalLMPeagle"),
+        ({"config": {"architectures": ["Eagle3Qwen3ForCausalLM"]}}, None),
         ({"config": {"draft_vocab_size": 8}}, "no d2t"),
         ({"config": {"speculators_model_type": "peagle", "fc_norm": False}}, None),
         ({"config": {"speculators_model_type": "peagle", "fc_norm": True}}, "fc_norm"),

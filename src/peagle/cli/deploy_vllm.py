@@ -152,7 +152,7 @@ def kubernetes_comment(placing: Placing, launch: Launch) -> str:
     lines = [
         "kubectl apply -f kubernetes.yaml",
         "Secrets, where needed: kubectl create secret generic "
-        f"{placing.secret} --from-file=api-key=FILE --from-file=hf-token=FILE",
+        f'{placing.secret} --from-literal=api-key="$(cat FILE)" --from-literal=hf-token="$(cat FILE)"',
     ]
     if placing.directories:
         lines.append(f"The claim {placing.name}-models must exist, readable by every node, with these directories:")

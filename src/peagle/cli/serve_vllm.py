@@ -141,7 +141,7 @@ def launch_of(arguments: "Arguments", models: Models, words: list[str]) -> Launc
 
 
 def served_by(arguments: "Arguments", models: Models, launch: Launch, made: Command, vllm: Installed) -> Served:
-    drafter = models.drafter if made.num_draft_tokens else None
+    drafter = launch.drafter if made.num_draft_tokens else None
     served = Served(
         names=launch.names,
         target=models.name,

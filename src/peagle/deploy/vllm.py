@@ -93,8 +93,8 @@ class DrafterFacts:
 
     model: str
     """what vLLM is told to load: a directory, or a Hugging Face id"""
-    parallel: bool
-    """P-EAGLE or EAGLE-3"""
+    parallel: bool | None
+    """P-EAGLE or EAGLE-3; None: not known"""
     trained_draft_tokens: int | None = None
     advised_draft_tokens: int | None = None
     max_length: int | None = None
@@ -246,6 +246,12 @@ def check_drafter(
     launch: Launch, drafter: DrafterFacts, num_draft_tokens: int, vllm: Installed, environment: Mapping[str, str]
 ) -> None:
     """Refuse what vLLM cannot do with this drafter, or would do badly without saying so."""
+    if drafter.parallel is None:
+        raise ConfigError(
+            f"whether the drafter {drafter.model} is P-EAGLE or EAGLE-3 is not known: its config.json was not read",
+            hint="say it to vLLM: --speculative-config '{\"parallel_drafting\": true}' for P-EAGLE, false for EAGLE-3 "
+            "(SageMaker: --env SM_VLLM_SPECULATIVE_CONFIG=...); or give the drafter's directory",
+        )
     vllm.need("parallel" if drafter.parallel else "eagle3")
     if drafter.layout == "speculators":
         vllm.need("speculators", hint="write it in vLLM's own layout first: peagle export DIR --to vllm --output NEW")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from peagle.deploy.vllm import IS_FLAG, Launch
+from peagle.deploy.vllm import IS_FLAG, DrafterFacts, Launch
 from peagle.errors import ConfigError
 
 REFUSED_FLAGS = {
@@ -28,7 +28,6 @@ REFUSED_SPECULATION = {
     "method": "the drafter's own files say what it is",
     "model": "use peagle's --drafter",
     "num_speculative_tokens": "use peagle's --num-draft-tokens",
-    "parallel_drafting": "the drafter's own files say what it is",
     "parallel_drafting_spec": "vLLM does not know it; use peagle's --num-draft-tokens",
     "speculative_token_tree": "P-EAGLE drafts one chain of tokens, and vLLM has no trees any more",
     "num_speculative_tokens_per_batch_size": "with parallel drafting vLLM keeps the rows of the largest number, "
@@ -106,7 +105,22 @@ def with_flags(launch: Launch, words: list[str]) -> Launch:
             changes[name] = value
         else:
             extra[flag] = values
-    return replace(launch, **changes, extra=extra, speculation=speculation)
+    drafter = _as_told(launch.drafter, speculation.get("parallel_drafting"))
+    return replace(launch, **changes, drafter=drafter, extra=extra, speculation=speculation)
+
+
+def _as_told(drafter: DrafterFacts | None, parallel: Any) -> DrafterFacts | None:
+    """The drafter, of the kind that the speculative config says."""
+    if drafter is None or parallel is None:
+        return drafter
+    if not isinstance(parallel, bool):
+        raise ConfigError(f"--speculative-config: parallel_drafting must be true or false, got {parallel!r}")
+    if parallel and drafter.parallel is False:
+        raise ConfigError(
+            "--speculative-config: parallel_drafting is true, but the drafter is an EAGLE-3 one",
+            hint="it has no mask token to draft in parallel with; leave the key out",
+        )
+    return replace(drafter, parallel=parallel)
 
 
 def read_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
@@ -138,9 +152,9 @@ def read_speculation(text: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config must be a JSON object, got {text!r}")
     for key, why in REFUSED_SPECULATION.items():
-        if key in config and config[key] not in (None, False):
+        if config.get(key) is not None and config[key] is not False:
             raise ConfigError(f"--speculative-config: {key} cannot be set here", hint=why)
-    return {key: value for key, value in config.items() if key not in REFUSED_SPECULATION}
+    return {key: value for key, value in config.items() if key not in REFUSED_SPECULATION and value is not None}
 
 
 def _one(flag: str, values: tuple[str, ...]) -> str:

@@ -14,23 +14,13 @@ from typing import Any
 from peagle import __version__
 from peagle.deploy.vllm import DrafterFacts, Installed, Layout
 from peagle.errors import CheckpointError, ConfigError
+from peagle.export.architectures import ARCHITECTURES
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, find
 
 log = logging.getLogger(__name__)
 
 CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME = "config.json", "model.safetensors", "model.safetensors.index.json"
-ARCHITECTURES = frozenset(
-    {
-        "LlamaForCausalLMEagle3",
-        "Eagle3LlamaForCausalLM",
-        "PEagleDraftModel",
-        "PeagleLlamaForCausalLM",
-        "PeagleQwen3ForCausalLM",
-        "Eagle3DraftModel",
-        "Eagle3Speculator",
-    }
-)
-"""Names of drafters that vLLM has a class for."""
+CARD_NAME = "drafter_card.json"
 HYBRID = ("GptOss", "Gemma")
 """Beginnings of architectures whose layers attend partly to a window and partly to the whole text."""
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -83,7 +73,7 @@ def find_models(
     """Find a target and its drafter by a path, a catalog name or a Hugging Face id.
 
     A GGUF target is converted first, once. `here` fetches a published drafter to look at it; without it such a
-    drafter is known by what the catalog says of it.
+    drafter is known by what the catalog says of it, or else by its config.json on the hub.
     """
     name = target or DEFAULT_TARGET
     entry = find(name)
@@ -111,10 +101,10 @@ def find_models(
     else:
         directory = None
     model = str(directory) if path.is_dir() else where
-    if directory is None:
-        facts = DrafterFacts(model, listed is None or listed.method == "p-eagle")
-    else:
+    if directory is not None:
         facts = facts_of(directory, model)
+    else:
+        facts = DrafterFacts(model, listed.method == "p-eagle") if listed is not None else _published(model)
     if listed is not None:
         trained = facts.trained_draft_tokens or listed.trained_draft_tokens
         facts = replace(facts, trained_draft_tokens=trained, advised_draft_tokens=listed.num_draft_tokens)
@@ -169,6 +159,21 @@ def _source_of(drafter: CatalogDrafter, target: str) -> str:
     return str(ASSETS / drafter.source) if drafter.where == "package" else drafter.source
 
 
+def _published(model_id: str) -> DrafterFacts:
+    """What a drafter's small files on the hub say; its kind stays open where they cannot be had."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(model_id, allow_patterns=[CONFIG_NAME, CARD_NAME]))
+        if not (directory / CONFIG_NAME).is_file():
+            raise FileNotFoundError("it is not there")
+    except Exception as error:  # no network, offline mode, gated, unknown: whoever says the kind can go on
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("%s: its %s cannot be fetched: %s", model_id, CONFIG_NAME, reason)
+        return DrafterFacts(model_id, parallel=None)
+    return facts_of(directory, model_id)
+
+
 def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
     """What the files of a drafter directory say to vLLM. Only headers are read, no weights."""
     if not (directory / CONFIG_NAME).is_file():
@@ -212,7 +217,7 @@ def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> 
         if "fc_norm" in facts.norms and facts.parallel:
             return "vLLM does not read fc_norm from the layout of speculators"
         return None if vllm.has("speculators") else f"vLLM {vllm.version} does not read the layout of speculators"
-    if not ARCHITECTURES & set(values.get("architectures") or ()):
+    if not set(ARCHITECTURES) & set(values.get("architectures") or ()):
         return f"vLLM has no architecture {', '.join(values.get('architectures') or ['(none)'])}"
     if values.get("draft_vocab_size", 0) < values.get("vocab_size", 0) and "d2t" not in names:
         return "it has a smaller vocabulary but no d2t"
@@ -331,7 +336,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _card(directory: Path) -> dict[str, Any]:
-    path = directory / "drafter_card.json"
+    path = directory / CARD_NAME
     return read_json(path) if path.is_file() else {}
 
 

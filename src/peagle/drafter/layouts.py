@@ -56,7 +56,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     origin: dict[str, str] = {}
     for path in weights_files(directory):
-        for name, tensor in _load(path).items():
+        for name, tensor in load_tensors(path).items():
             if IGNORED.search(bare := WRAPPERS.sub("", name)):
                 continue
             ours = re.sub(r"^midlayer\.", "layers.0.", bare)
@@ -83,7 +83,8 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, names untouched; one that is damaged or holds more than tensors is refused."""
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -5,6 +5,7 @@ means, tensors, then what is computed with them (logits at every depth, acceptan
 makers' drafters have none, leaves some of them open; the verdict says which.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -362,10 +363,13 @@ class Gate:
 
 
 def _distances(draft: GoldenDraft, logprobs_KV: torch.Tensor, parallel: bool) -> Iterator[float]:
-    """For each depth, how far the recorded log-probabilities are off; EAGLE-3 ends where its own chain parts."""
+    """For each depth, how far the recorded log-probabilities are off; EAGLE-3 ends where its own chain parts.
+
+    What is not a number is infinitely far off.
+    """
     for depth, (token_ids, recorded) in enumerate(zip(draft.token_ids, draft.logprobs, strict=True)):
         found = logprobs_KV[depth, list(token_ids)]
-        yield float((found - torch.tensor(recorded)).abs().max())
+        yield float((found - torch.tensor(recorded)).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
         if not parallel and int(logprobs_KV[depth].argmax()) != token_ids[0]:
             return
 

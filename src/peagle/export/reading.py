@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle.drafter.checkpoint import drafter_directory
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.layouts import CONFIG_NAME, WEIGHTS_NAME, weights_files
+from peagle.drafter.layouts import CONFIG_NAME, WEIGHTS_NAME, load_tensors, weights_files
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
 
@@ -77,7 +74,7 @@ def find_directory(given: Path | str, target: "HFTarget") -> Path:
 
 
 def read_files(directory: Path) -> Files:
-    """Read the config and the weights; a file that is absent, cut short or damaged is a Difference."""
+    """Read the config and the weights; a file that is absent, cut short or damaged is told by an error."""
     if not (directory / CONFIG_NAME).is_file():
         raise Difference(f"{CONFIG_NAME} is missing", INCOMPLETE)
     try:
@@ -94,19 +91,10 @@ def read_files(directory: Path) -> Files:
         raise Difference(f"{WEIGHTS_NAME} is missing", INCOMPLETE)
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        tensors |= _tensors(path)
+        if path.suffix == ".safetensors":
+            check_size(path)
+        tensors |= load_tensors(path)
     return Files(directory, config, tensors)
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        loaded: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-        return loaded
-    check_size(path)
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise Difference(f"{path.name} cannot be read: {error}", "the file is damaged; copy it again") from error
 
 
 def check_size(path: Path) -> None:
@@ -142,6 +130,11 @@ def state_of(config: DrafterConfig, tensors: Mapping[str, Tensor], target: "HFTa
     if config.parallel:
         table = state.get("embed_tokens.weight")
         source = target.embedding_VD.cpu() if table is None else table
+        if source.dim() != 2 or not 0 <= (config.mask_token_id or 0) < len(source):
+            raise Difference(
+                f"the embeddings of shape {list(source.shape)} have no row for the mask token {config.mask_token_id}",
+                "config.json and the weights are of two drafters, or the table was cut",
+            )
         state.setdefault(COMPACT_TENSOR, source[config.mask_token_id].clone())
         if "mask_hidden" in state:
             state["mask_hidden"] = state["mask_hidden"].flatten()

@@ -21,23 +21,18 @@ The rules are those of vLLM 0.32 (native and speculators configs of EAGLE-3 and 
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
+from peagle.export.architectures import ARCHITECTURES
 from peagle.export.reading import COMPACT_TENSOR, Difference, Files, Reading, state_of
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "PEagleDraftModel",
-    "PeagleLlamaForCausalLM",
-    "Eagle3Qwen3ForCausalLM",
-    "PeagleQwen3ForCausalLM",
-)
 MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 LAYER_TENSOR = re.compile(
@@ -58,8 +53,11 @@ def read_as_vllm(files: Files, target: "HFTarget", *, parallel: bool) -> Reading
     _check_architecture(values)
     _check_names(tensors, values)
     config = _config(values, tensors, target, parallel)
+    _check_fit(config, target)
     _check_tensors(config, values, tensors)
-    return Reading(config, state_of(config, tensors, target))
+    reading = Reading(config, state_of(config, tensors, target))
+    _check_shapes(reading, target)
+    return reading
 
 
 def _vllm_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -190,25 +188,9 @@ def _mask_token_id(values: dict[str, Any]) -> int:
 
 
 def _check_tensors(config: DrafterConfig, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    wanted = {"fc.weight": (config.hidden_size, config.aux_size), "norm.weight": (config.hidden_size,)}
-    if config.fc_norm:
-        wanted |= {
-            f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(len(config.aux_layer_ids))
-        }
-    if config.norm_before_fc:
-        wanted["input_norm.weight"] = (config.aux_size,)
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise Difference(
-                f"the tensor {name!r} is missing", "the file is incomplete, or a switch in config.json is wrong"
-            )
-        if tuple(tensors[name].shape) != shape:
-            raise Difference(
-                f"the tensor {name!r} has shape {list(tensors[name].shape)}, config.json asks for {list(shape)}",
-                "config.json and the weights are of two drafters",
-            )
+    """Refuse what has a cause of its own; `_check_shapes` looks at the rest."""
     for name, switch in (("fc_norm.0.weight", "fc_norm"), ("input_norm.weight", "norm_before_fc")):
-        if name in tensors and name not in wanted:
+        if name in tensors and not getattr(config, switch):
             raise Difference(
                 f"{switch} is false as vLLM reads config.json, but the file holds {name!r}",
                 _norm_cause(switch, values),
@@ -225,6 +207,31 @@ def _check_tensors(config: DrafterConfig, values: dict[str, Any], tensors: dict[
             f"lm_head.weight is missing although the draft vocabulary has {config.draft_vocab_size} tokens only",
             "vLLM can share the target's whole head, not rows of it; `peagle export` writes them out",
         )
+
+
+def _check_fit(config: DrafterConfig, target: "HFTarget") -> None:
+    for name, theirs in (("vocab_size", target.vocab_size), ("target_hidden_size", target.hidden_size)):
+        if getattr(config, name) != theirs:
+            raise Difference(
+                f"{name} is {getattr(config, name)}, the target's is {theirs}", "the drafter belongs to another target"
+            )
+
+
+def _check_shapes(reading: Reading, target: "HFTarget") -> None:
+    """Compare every name and shape with those of the network that the config describes."""
+    with torch.device("meta"):  # nothing is allocated
+        wanted = Drafter(reading.config, target.embedding_VD, target.head_VD).state_dict()
+    switch = "a switch in config.json is wrong"
+    for name in sorted(wanted.keys() - reading.state.keys()):
+        raise Difference(f"the tensor {name!r} is missing", f"the file is incomplete, or {switch}")
+    for name in sorted(reading.state.keys() - wanted.keys()):
+        raise Difference(f"config.json has no place for the tensor {name!r}", f"{switch}, or it is of another drafter")
+    for name, tensor in reading.state.items():
+        if tensor.shape != wanted[name].shape:
+            raise Difference(
+                f"the tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name].shape)}",
+                "config.json and the weights are of two drafters",
+            )
 
 
 def _norm_cause(switch: str, values: dict[str, Any]) -> str:

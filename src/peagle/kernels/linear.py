@@ -92,7 +92,8 @@ class PackedReport:
             f"{choice.kernel}{_for_rows(choice)} ({choice.reason})"
             for choice in self.choices
         ]
-        total = f"{self.num_packed} linear layers packed in {self.seconds:.2f} s, {self.extra_bytes / 2**20:.0f} MiB more"
+        more = f"{self.extra_bytes / 2**20:.0f} MiB more"
+        total = f"{self.num_packed} linear layers packed in {self.seconds:.2f} s, {more}"
         return [*shapes, total, *self.skipped]
 
 

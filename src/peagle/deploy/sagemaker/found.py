@@ -200,6 +200,22 @@ def removal(found: Found, account: str) -> tuple[Call, ...]:
     return tuple(calls)
 
 
+def scaling_restoration(target: Mapping[str, Any] | None, policies: tuple[Mapping[str, Any], ...]) -> tuple[Call, ...]:
+    """The calls that set up again what `scaling_removal` takes away."""
+    place = ["ServiceNamespace", "ResourceId", "ScalableDimension"]
+    kinds = [f"{kind}ScalingPolicyConfiguration" for kind in ("Step", "TargetTracking", "Predictive")]
+    given = {
+        "register_scalable_target": [*place, "MinCapacity", "MaxCapacity", "SuspendedState"],
+        "put_scaling_policy": [*place, "PolicyName", "PolicyType", *kinds],
+    }
+    found = [] if target is None else [("register_scalable_target", target)]
+    found += [("put_scaling_policy", policy) for policy in policies]
+    return tuple(
+        Call(scaling.SERVICE, operation, {key: values[key] for key in given[operation] if key in values})
+        for operation, values in found
+    )
+
+
 def scaling_removal(
     name: str, target: Mapping[str, Any] | None, policies: tuple[Mapping[str, Any], ...]
 ) -> tuple[Call, ...]:

@@ -17,6 +17,7 @@ from peagle.deploy.sagemaker.found import (
     look,
     removal,
     scaling_removal,
+    scaling_restoration,
     unused,
 )
 from peagle.deploy.sagemaker.invoke import Answer, ask, log_group
@@ -50,6 +51,7 @@ class Operator:
         self._poll_seconds, self._limit_seconds = poll_seconds, limit_seconds
         self._on_wait, self._on_bytes = on_wait, on_bytes
         self._stored: dict[str, int] | None = None
+        self._paused: tuple[Call, ...] = ()
 
     def deploy(self, deployment: Deployment) -> Answer | None:
         """Make the endpoint, or go on making it; the answer to the smoke test, if there is one."""
@@ -186,11 +188,25 @@ class Operator:
         if endpoint is None or config_of(endpoint) == deployment.config_name:
             return
         old = self._aws.call("sagemaker", "describe_endpoint_config", EndpointConfigName=config_of(endpoint))
-        if old["ProductionVariants"][0].get("InstanceType") != deployment.instance:
-            # SageMaker refuses to change the instance type of a variant that is registered for scaling.
-            self._remove(scaling_removal(self._name, *find_scaling(self._aws, self._name)))
-        self._aws.call(call.service, call.operation, **call.parameters)
+        try:
+            if old["ProductionVariants"][0].get("InstanceType") != deployment.instance:
+                # SageMaker refuses to change the instance type of a variant that is registered for scaling.
+                found = find_scaling(self._aws, self._name)
+                self._paused = scaling_restoration(*found)
+                self._remove(scaling_removal(self._name, *found))
+            self._aws.call(call.service, call.operation, **call.parameters)
+        except DeployError:
+            self._restore_scaling()
+            raise
         log.info("endpoint %s: updating to %s", self._name, deployment.config_name)
+
+    def _restore_scaling(self) -> None:
+        """Set up again the scaling that an update has paused, because the endpoint stays as it was."""
+        try:
+            for call in self._paused:
+                self._aws.call(call.service, call.operation, **call.parameters)
+        except DeployError as error:  # what the update failed of is told as well
+            log.warning("the scaling of %s could not be set up again: %s", self._name, error)
 
     def _wait_in_service(self, config: str) -> None:
         """Wait for the endpoint to serve `config`; an update that was rolled back is cleaned up and told."""
@@ -201,6 +217,7 @@ class Operator:
         if status != "InService":
             raise DeployError(f"the endpoint {self._name} is {status}: {reason}", hint=hint)
         if endpoint["EndpointConfigName"] != config:
+            self._restore_scaling()
             self._prune()
             raise DeployError(
                 f"the update of {self._name} was rolled back, and the endpoint serves as before: {reason}",
