@@ -11,7 +11,7 @@ from peagle.deploy.vllm import Installed
 from peagle.deploy.vllm_models import facts_of, find_models, in_vllm_form, reason_to_convert, tensor_types
 from peagle.drafter.card import DrafterCard, TargetIdentity
 from peagle.drafter.checkpoint import load_drafter, save_drafter
-from peagle.errors import CheckpointError, ConfigError
+from peagle.errors import CheckpointError, ConfigError, TargetError
 from peagle.targets.load import load_target
 from tiny import tiny_drafter, tiny_target
 
@@ -154,6 +154,7 @@ def test_a_target_without_a_known_drafter_is_served_plainly(models, caplog):
     ("target", "drafter", "kind", "words"),
     [
         ("./nothing/here", None, ConfigError, "no target at './nothing/here'"),
+        ("gpt-oss-20", None, TargetError, "did you mean 'gpt-oss-20b'?"),
         ("someone/model", "nothing", CheckpointError, "no directory nothing"),
     ],
 )

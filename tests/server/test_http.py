@@ -31,7 +31,8 @@ def message_of(response):
         (b"[]", "the body must be a JSON object, got list"),
         (b"null", "the body must be a JSON object, got NoneType"),
         (b"{}", "'messages' is missing"),
-        (b'{"messages": []}', "'messages': list should have at least 1 item"),
+        (b'{"messages": []}', "'messages' must not be empty"),
+        (b'{"messages": [{"role": "usr", "content": "Hi."}]}', "unknown role 'usr'; did you mean 'user'?"),
         (b'{"messages": "hello"}', "'messages': input should be a valid list, got 'hello'"),
         (b'{"messages": [{"content": "x"}]}', "'messages.0.role' is missing"),
         (b'{"messages": [{"role": "user", "content": 5}]}', "'messages.0.content'"),
@@ -48,7 +49,7 @@ def message_of(response):
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tempurature": 1}', "did you mean 'temperature'?"),
         (b'{"messages": [{"role": "user", "content": "x"}], "zzz": 1}', "unknown field 'zzz'; see /docs"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "speculation": {"k": 1}}', "'speculation.k'"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "speculation": {"k": 1}}', "unknown field 'speculation.k'"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
             "'messages.0.content.0.type': input should be 'text', got 'image_url'",

@@ -128,7 +128,7 @@ def test_speculation_that_asks_for_what_the_engine_does_is_honoured(proxy, specu
         ({"enabled": False}, "speculation.enabled", "drafts for all requests or for none"),
         ({"num_draft_tokens": 3}, "speculation.num_draft_tokens", "drafts 5 tokens for all requests"),
         ({"details": True}, "speculation.details", "does not tell how each token came about"),
-        ({"depth": 3}, "depth", "extra inputs are not permitted"),
+        ({"depth": 3}, "depth", "unknown field"),
     ],
 )
 def test_speculation_that_the_engine_cannot_vary_is_refused_by_name(proxy, speculation, param, words):

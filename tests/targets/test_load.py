@@ -183,6 +183,11 @@ def test_a_path_or_name_that_is_nothing_is_refused(name: str) -> None:
     assert DEFAULT_TARGET in str(error.hint) or "`peagle catalog`" in str(error.hint)
 
 
+def test_a_name_that_is_nearly_one_of_the_catalog_is_refused_with_it() -> None:
+    error = refused("GPT-OSS-20")
+    assert error.hint == "did you mean 'gpt-oss-20b'? A directory is ./GPT-OSS-20, a model of the hub OWNER/GPT-OSS-20"
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"0")
     assert "is a file, but not a GGUF file" in refused(tmp_path / "model.bin").message

@@ -15,7 +15,7 @@ from peagle import __version__
 from peagle.deploy.vllm import DrafterFacts, Installed, Layout
 from peagle.errors import CheckpointError, ConfigError
 from peagle.export.architectures import ARCHITECTURES
-from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, find
+from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, check_spelling, find
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ def _find_target(name: str, entry: CatalogEntry | None) -> Models:
             raise ConfigError(
                 f"no target at {name!r}", hint="give a directory, a GGUF file, a catalog name or a hub id"
             )
+        check_spelling(name)
         return Models(name, name, None)
     if entry is None and path.is_dir():
         return Models(str(path.resolve()), path.resolve().name, path.resolve())

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, nearest
+from peagle.json_rows import CHAT_ROLES
 from peagle.server.errors import HttpError, as_http_error, unsupported
 from peagle.server.jobs import Job
 from peagle.server.protocol import ChatBody, Message, Tool
@@ -75,6 +76,10 @@ def render(
     template: str,
 ) -> list[int]:
     """Token ids of messages, with the tools and variables that the template is given."""
+    for index, message in enumerate(messages):
+        if message.role not in CHAT_ROLES and message.role not in template:
+            what = f"unknown role {message.role[:100]!r}; {nearest(message.role, CHAT_ROLES)}"
+            raise HttpError(400, what, param=f"messages.{index}.role")
     variables = dict(body.chat_template_kwargs or {})
     if getattr(body, "reasoning_effort", None) is not None:
         if "reasoning_effort" not in template:

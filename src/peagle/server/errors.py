@@ -90,6 +90,11 @@ def as_bad_body(error: ValidationError, name: str | None = None) -> HttpError:
     what = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "missing":
         return HttpError(400, f"{where!r} is missing", param=where)
+    if first["type"] == "extra_forbidden":
+        message = f"unknown field {where!r}; see /docs for what there is"
+        return HttpError(400, message, param=where, code="unknown_parameter")
+    if first["type"] == "too_short":
+        return HttpError(400, f"{where!r} must not be empty", param=where)
     return HttpError(400, f"{where!r}: {what}, got {value}" if where else what, param=where)
 
 

@@ -8,12 +8,13 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from peagle.config import from_mapping
-from peagle.errors import CheckpointError, ConfigError, nearest
+from peagle.errors import CheckpointError, ConfigError, TargetError, nearest
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -170,6 +171,16 @@ def find(name: str) -> CatalogEntry | None:
         if entry.name == wanted:
             return entry
     return next((entry for entry in known if wanted in _ids(entry)), None)
+
+
+def check_spelling(name: str) -> None:
+    """Refuse a name that is nearly one of the catalog's: models of the hub have an owner before their name."""
+    close = get_close_matches(name.lower(), [entry.name for entry in entries()], n=1, cutoff=0.75)
+    if close and "/" not in name:
+        raise TargetError(
+            f"no target at {name!r}, and no such name in the catalog",
+            hint=f"did you mean {close[0]!r}? A directory is ./{name}, a model of the hub OWNER/{name}",
+        )
 
 
 def entries() -> tuple[CatalogEntry, ...]:

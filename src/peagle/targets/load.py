@@ -16,7 +16,7 @@ import torch
 from peagle.errors import MissingExtraError, TargetError
 from peagle.targets import hub
 from peagle.targets.capacity import check_fits, count_parameters, memory_bytes
-from peagle.targets.catalog import DEFAULT_TARGET, CarryingPackage, CatalogEntry, entries, find
+from peagle.targets.catalog import DEFAULT_TARGET, CarryingPackage, CatalogEntry, check_spelling, entries, find
 from peagle.targets.hf import HFTarget
 from peagle.targets.quantized import forget_quantization, settle, widening
 
@@ -127,7 +127,10 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
         return convert_gguf(path, path.stem)
     if not hub.looks_like_an_id(name):
         raise TargetError(f"no target at {name!r}: not a directory, and not a GGUF file", hint=_known_names())
-    return hub.cached(name, what)
+    directory = hub.cached(name, what)
+    if directory is None:
+        check_spelling(name)
+    return directory
 
 
 def _placement(device: torch.device, num_bytes: int) -> dict[str, Any]:
