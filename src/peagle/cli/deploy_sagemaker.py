@@ -77,8 +77,7 @@ class DeployArguments:
 
 
 @dataclass(frozen=True)
-class UpdateArguments:
-    deploy: Annotated[DeployArguments, tyro.conf.OmitArgPrefixes]
+class UpdateArguments(DeployArguments):
     rolling: Annotated[Rolling, tyro.conf.OmitArgPrefixes] = field(default_factory=Rolling)
 
 
@@ -147,14 +146,14 @@ def update(argv: list[str]) -> int:
     Give all options again, those that stay too. Several instances are replaced a few at a time; where the new ones do
     not become healthy, or an alarm goes off, SageMaker rolls back.
     """
-    given = parse(UpdateArguments, "deploy sagemaker update", argv, description=inspect.cleandoc(update.__doc__ or ""))
-    arguments = given.deploy
+    what = inspect.cleandoc(update.__doc__ or "")
+    arguments = parse(UpdateArguments, "deploy sagemaker update", argv, description=what)
     with arguments.account.connect() as aws:
         deployment = make_deployment(arguments, aws)
         if arguments.run.dry_run:
-            return show_calls(aws, plan_update(deployment, given.rolling, deployment.num_instances))
+            return show_calls(aws, plan_update(deployment, arguments.rolling, deployment.num_instances))
         with operating(aws, deployment.name, arguments.run) as operator:
-            answer = operator.update(deployment, given.rolling)
+            answer = operator.update(deployment, arguments.rolling)
         return show_deployment(arguments, deployment, answer)
 
 

@@ -32,7 +32,7 @@ class EngineConfig:
     """steps for which a new request may be held back, while many decode, to share its prefill pass with others; by
     default 8 on a GPU, where a pass costs its launches, and none on a CPU"""
     max_waiting: int | None = None
-    """requests that may wait for a place in the batch; one more is refused with QueueFullError. None: any number"""
+    """requests that may wait for a place in the batch; one more is refused, over HTTP with a 503. None: any number"""
     reuse_prefixes: bool = True
     """keep the pages of earlier texts and take them over where a prompt begins alike"""
     compile: bool | None = None

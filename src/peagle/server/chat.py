@@ -76,9 +76,9 @@ def render(
     template: str,
 ) -> list[int]:
     """Token ids of messages, with the tools and variables that the template is given."""
-    for index, message in enumerate(messages):
-        if message.role not in CHAT_ROLES and message.role not in template:
-            what = f"unknown role {message.role[:100]!r}; {nearest(message.role, CHAT_ROLES)}"
+    for index, role in enumerate(each.role for each in messages):
+        if role not in CHAT_ROLES and role not in template:
+            what = f"unknown role {role[:100]!r}; {nearest(role, CHAT_ROLES)}"
             raise HttpError(400, what, param=f"messages.{index}.role")
     variables = dict(body.chat_template_kwargs or {})
     if getattr(body, "reasoning_effort", None) is not None:

@@ -16,7 +16,7 @@ class TrainConfig:
     """what to learn from: a directory of shards, or a file (JSONL or JSON, gzipped or not) of conversations or of
     prompts, which the target then answers first"""
     output: Path
-    """directory of the finished drafter; the run's state is kept beside it until the run is complete"""
+    """directory of the finished drafter; the run's state and metrics are in its folder run"""
     method: Literal["p-eagle", "eagle3"] = "p-eagle"
     """p-eagle drafts all tokens in one pass; eagle3, the control, one a pass"""
     from_drafter: Path | None = None
@@ -62,15 +62,20 @@ class TrainConfig:
     batch_size: int = 16
     """rows an optimizer step"""
     num_steps: int = 1000
+    """optimizer steps"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon trains the layers' matrices and fc by orthogonalized momentum, and the rest by AdamW"""
     learning_rate: float = 1e-3
+    """at its peak, after the warm-up"""
     warmup_steps: int = 100
+    """steps in which the learning rate rises to its peak"""
     min_learning_rate_ratio: float = 0.02
     """where the cosine ends, as a share of the peak"""
     weight_decay: float = 0.05
     max_gradient_norm: float = 1.0
+    """longer gradients are shortened to it"""
     seed: int = 0
+    """of the order of the text, of COD's draws and of weights that start as noise"""
     save_every: int = 500
     """steps between states from which an interrupted run goes on"""
     log_every: int = 20

@@ -82,6 +82,7 @@ class SynthesisConfig:
     top_k: int = 0
     """sample among the k most likely tokens only; 0 means all"""
     question_temperature: float = 0.9
+    """at which questions are written; answers have temperatures of their own"""
     max_question_tokens: int = 160
     """questions that are longer are dropped"""
     min_answer_tokens: int = 12
@@ -105,6 +106,7 @@ class SynthesisConfig:
     )
     """what the questions are asked under, for breadth; empty: what the chat template says by itself"""
     seed: int = 0
+    """of everything that is drawn"""
 
     def __post_init__(self) -> None:
         _check_sampling(self.temperatures, self.top_p, self.top_k, self.seed)
