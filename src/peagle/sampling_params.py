@@ -104,9 +104,11 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
-        # The upper limits are where numbers would leave what a GPU computes with, far from where they mean something.
-        require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1 and below 2**31")
-        require(0 <= self.temperature <= 1e6, "temperature", "between 0 and 1e6")
+        # Some limits are where numbers would leave what a GPU computes with, far from where they mean something.
+        require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        require(self.max_tokens < 2**31, "max_tokens", "below 2**31")
+        require(self.temperature >= 0, "temperature", "0 or more")
+        require(self.temperature <= 1e6, "temperature", "at most 1e6")
         require(self.top_k >= 0, "top_k", "0 (all tokens) or more")
         require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
