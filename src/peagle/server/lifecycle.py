@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -235,7 +234,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.lifecycle = lifecycle
-        self.is_forced = False
+        self.forced_by: int | None = None
+        """the signal that ended it without waiting"""
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         lifecycle.on_end = self._end
@@ -249,7 +249,8 @@ class Server(uvicorn.Server):
         if self._num_signals == 1 and self._loop is not None:
             self.lifecycle.begin_drain(self._loop)
             return
-        self.is_forced = self.should_exit = self.force_exit = True
+        self.forced_by, self.should_exit, self.force_exit = sig, True, True
+        logging.getLogger("uvicorn.error").disabled = True  # that requests are cut off now is what was asked for
 
     def stop(self) -> None:
         """Begin the drain, from any thread."""
@@ -285,11 +286,11 @@ def serve(app: "Starlette", lifecycle: Lifecycle[Any], listener: socket.socket) 
     server.run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure
-    if server.is_forced or lifecycle.is_loading:
+    if server.forced_by or lifecycle.is_loading:
         # The thread that loads, or the engine's, may be inside a kernel that nobody can interrupt.
-        log.warning("ended without waiting" if server.is_forced else "ended while the target was being loaded")
+        log.warning("ended without waiting" if server.forced_by else "ended while the target was being loaded")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(128 + signal.SIGTERM if server.is_forced else 0)
+        os._exit(128 + server.forced_by if server.forced_by else 0)
     log.info("ended: every accepted request was answered" if not lifecycle.num_in_flight else "ended")
     return 0
