@@ -5,7 +5,7 @@
     python recipes/embedded_drafter.py train      --work runs/embedded --settings num_steps=6000
     python recipes/embedded_drafter.py replay     --work runs/embedded
 
-Those that ship had 6,000 steps in two runs, the first with KL and all labels (docs/log.md). The same as `peagle data`
+Those that ship had 7,800 steps in three runs, the first with KL and all labels (docs/log.md). The same as `peagle data`
 and `peagle train` with these settings, for machines where nothing can be installed: it needs only torch, transformers,
 numpy and safetensors. Wants one GPU. A stopped stage goes on when it is started again.
 """

@@ -36,6 +36,12 @@ def place(path: Path, line_number: int) -> str:
     return f"{path}:{line_number}"
 
 
+def is_text(path: Path) -> bool:
+    """Whether a file is one of plain lines, by its name."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    return suffixes[-1:] == [".txt"]
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for every row; the line is the one on which the object starts.
 

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peagle.errors import ConfigError, DataError
-from peagle.json_rows import chat_messages, describe, empty_file, place, read_lines, read_rows, sharegpt_messages
+from peagle.json_rows import (
+    chat_messages,
+    describe,
+    empty_file,
+    is_text,
+    place,
+    read_lines,
+    read_rows,
+    sharegpt_messages,
+)
 from peagle.training.generation import Dialog
 
 Messages = tuple[dict[str, Any], ...]
@@ -75,15 +84,10 @@ def workload_kind(prompts: Sequence[Prompt]) -> str:
     return "+".join(dict.fromkeys(prompt.kind for prompt in prompts))
 
 
-def _is_text(path: Path) -> bool:
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
-    return bool(suffixes) and suffixes[-1] == ".txt"
-
-
 def _limited(path: Path, limit: int | None) -> Iterator[PromptRow]:
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, got {limit}", hint="leave it out to read all prompts")
-    return islice(_text_rows(path) if _is_text(path) else _json_rows(path), limit)
+    return islice(_text_rows(path) if is_text(path) else _json_rows(path), limit)
 
 
 def _text_rows(path: Path) -> Iterator[PromptRow]:

@@ -175,8 +175,9 @@ def find(name: str) -> CatalogEntry | None:
 
 def check_spelling(name: str) -> None:
     """Refuse a name that is nearly one of the catalog's: models of the hub have an owner before their name."""
-    close = get_close_matches(name.lower(), [entry.name for entry in entries()], n=1, cutoff=0.75)
-    if close and "/" not in name:
+    if "/" in name:
+        return
+    if close := get_close_matches(name.lower(), [entry.name for entry in entries()], n=1, cutoff=0.75):
         raise TargetError(
             f"no target at {name!r}, and no such name in the catalog",
             hint=f"did you mean {close[0]!r}? A directory is ./{name}, a model of the hub OWNER/{name}",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from peagle.drafter.card import TargetIdentity
 from peagle.errors import DataError
-from peagle.json_rows import SHAREGPT_ROLES, read_rows
+from peagle.json_rows import SHAREGPT_ROLES, is_text, read_rows
 from peagle.targets.hf import HFTarget
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import ANSWER_KEYS, Conversation, ConversationSet, read_conversations
@@ -83,7 +83,7 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
 
 def has_answers(path: Path) -> bool:
     """Whether a file is one of conversations; by its first row, without which it is a DataError."""
-    if [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"][-1:] == [".txt"]:
+    if is_text(path):
         return False
     _, row = next(read_rows(path))
     turns = row.get("messages", row.get("conversations"))
