@@ -11,6 +11,7 @@ from peagle.errors import ConfigError
 from peagle.kernels import linear_int8
 from peagle.kernels.linear import (
     KERNELS,
+    MOST_ROWS,
     LinearKernel,
     PackedLinear,
     available_kernels,
@@ -95,7 +96,7 @@ def test_packing_keeps_parameters_names_results_and_the_way_back() -> None:
 def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _make_fastest(monkeypatch, "transposed")
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 32))
-    report = pack_linears(module, num_rows=4, kernels=("transposed",))
+    report = pack_linears(module, num_rows=4, most_rows=16, kernels=("transposed",))
     assert report.num_packed == 3 and report.extra_bytes == 3 * 64 * 32 * 4
     assert [(choice.out_features, choice.in_features) for choice in report.choices] == [(32, 64), (64, 32)]
     line = report.lines()[0]
@@ -107,14 +108,22 @@ def test_report_names_shapes_kernels_times_and_memory(monkeypatch: pytest.Monkey
 def test_plain_runs_where_it_was_faster_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def pretend(trials: list, row_counts: list[int]) -> None:
         for trial, num_rows in itertools.product(trials, row_counts):
-            is_fast = trial.kernel.name == ("transposed" if num_rows == 4 else "plain")
+            is_fast = trial.kernel.name == ("transposed" if 4 <= num_rows <= 40 else "plain")
             trial.seconds[num_rows] = 0.5 if is_fast else 1.0
 
     monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
     module = nn.Sequential(nn.Linear(64, 32))
     report = pack_linears(module, num_rows=4, kernels=("transposed",))
-    assert (module[0].min_rows, module[0].max_rows) == (2, 8)
-    assert report.lines()[0].startswith("1 x linear 32x64: transposed for 2 to 8 rows (plain ")
+    assert (module[0].min_rows, module[0].max_rows) == (2, 32)
+    assert report.lines()[0].startswith("1 x linear 32x64: transposed for 2 to 32 rows (plain ")
+
+
+def test_packed_form_is_timed_up_to_a_full_batch_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    _make_fastest(monkeypatch, "transposed")
+    for most_rows, served in ((40, 40), (4, 4), (None, MOST_ROWS), (10 * MOST_ROWS, MOST_ROWS)):
+        module = nn.Sequential(nn.Linear(64, 32))
+        pack_linears(module, num_rows=4, most_rows=most_rows, kernels=("transposed",))
+        assert module[0].max_rows == served
 
 
 def test_only_the_preferred_kernel_is_timed_against_plain() -> None:

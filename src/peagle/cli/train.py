@@ -63,7 +63,7 @@ class Steps:
 
     def __init__(self, num_steps: int, *, is_shown: bool) -> None:
         self._num_steps, self._is_shown = num_steps, is_shown
-        self._progress: Progress = progress_bar()
+        self._progress: Progress = progress_bar(has_lines=False)
         self._task = self._progress.add_task("training", total=num_steps)
 
     def show(self, step: int, metrics: dict[str, Any] | None) -> None:

@@ -48,8 +48,8 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
 
 
 @torch.no_grad()
-def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int) -> Undo:
-    """Pack the linear layers of both for steps of `num_rows` rows, and let them share the target's packed head.
+def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_rows: int) -> Undo:
+    """Pack the linear layers of both for steps of `num_rows` to `most_rows` rows; they share the target's packed head.
 
     Layers that read the same input become one product first. The result undoes all of it.
     """
@@ -69,7 +69,7 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int) -> Und
         joined = nn.ModuleList(_linear(group.weight, group.bias) for group in groups)
         heads = nn.ModuleList() if drafter is None else nn.ModuleList(_own_heads(drafter))
         # All under one roof, so that shapes which the target and the drafter share are timed once.
-        pack_linears(nn.ModuleList([*models, joined, heads]), num_rows)
+        pack_linears(nn.ModuleList([*models, joined, heads]), num_rows, most_rows)
         for group, linear in zip(groups, joined, strict=True):
             group.packed = linear
         if drafter is not None:

@@ -270,7 +270,8 @@ class Runner:
             self._restore.append(quantize_target(self.target, num_rows))
         packs = self.target.dtype == torch.float32
         if packs if self.config.pack is None else self.config.pack:
-            self._restore.append(pack_models(self.target, self.drafter, num_rows))
+            most_rows = (most_drafts + 1) * self.max_batch
+            self._restore.append(pack_models(self.target, self.drafter, num_rows, most_rows))
 
     def _calibrate(self) -> int:
         """Choose the number of draft tokens by what they cost and bring here; with 0 the drafter is let go."""

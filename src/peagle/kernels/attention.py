@@ -159,7 +159,7 @@ def paged_attention_torch(
         mask_MT = host.mask(rows, request, window, first_key, group_size, query_NHE.dtype)
         # Heads that share keys become further rows of one head, so nothing is repeated.
         query_GME = query_NHE[first:end].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        key_GTE, value_GTE = key_cells[cells].transpose(0, 1), value_cells[cells].transpose(0, 1)
+        key_GTE, value_GTE = _taken(key_cells, cells).transpose(0, 1), _taken(value_cells, cells).transpose(0, 1)
         attended_GME = _attend(query_GME, key_GTE, value_GTE, mask_MT, scale, softcap, sinks_H, num_rows)
         own_NHE = attended_GME.view(num_groups, group_size, num_rows, width).permute(2, 0, 1, 3).flatten(1, 2)
         if num_rows == len(query_NHE):
@@ -168,6 +168,11 @@ def paged_attention_torch(
             attended_NHE = torch.zeros_like(query_NHE)
         attended_NHE[first:end] = own_NHE
     return torch.zeros_like(query_NHE) if attended_NHE is None else attended_NHE
+
+
+def _taken(cells_CGE: Tensor, cells: slice | Tensor) -> Tensor:
+    # Indexing by a tensor copies number by number, index_select whole cells: a fifth of the time.
+    return cells_CGE[cells] if isinstance(cells, slice) else cells_CGE.index_select(0, cells)
 
 
 def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int = 0) -> Tensor:

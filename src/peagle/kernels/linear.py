@@ -46,8 +46,8 @@ NUM_TIMED_OUTPUTS, NUM_CHECKED_OUTPUTS = 8192, 1024
 """rows of a weight that take part in its timing, and in the comparison of a product with plain's"""
 NEAR = 0.05
 """within this share of the fastest, the order of KERNELS decides and not the noise; on a busy machine all is noise"""
-MANY = 4
-"""the most rows, as a multiple of `num_rows`, that a packed form is timed for and runs"""
+MOST_ROWS = 256
+"""the most rows that a packed form is timed for and runs; prompts are longer, and plain is good at those"""
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,24 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(
-    module: nn.Module, num_rows: int = 8, *, memory_budget: int | None = None, kernels: Collection[str] | None = None
+    module: nn.Module,
+    num_rows: int = 8,
+    most_rows: int | None = None,
+    *,
+    memory_budget: int | None = None,
+    kernels: Collection[str] | None = None,
 ) -> PackedReport:
     """Replace the nn.Linear modules inside `module` by packed ones where that is faster, and log each choice.
 
-    `num_rows` is the usual row count of a step (draft tokens plus one, times requests). Packing stops before the
+    `num_rows` is the usual row count of a step (draft tokens plus one, times requests), `most_rows` that of a full
+    batch; a packed form serves as many rows up to there, or `MOST_ROWS`, as it wins with. Packing stops before the
     copies exceed `memory_budget` bytes; by default half of the memory that is free now. Largest weights come first.
     `kernels` names other candidates than the preferred one, all of which are timed; plain always is one. Only exact
     nn.Linear modules on the CPU without hooks and of `MIN_BYTES` or more are touched; `module` itself is not replaced.
     """
     if num_rows < 1:
         raise ConfigError(f"num_rows must be at least 1, got {num_rows}")
+    most_rows = MOST_ROWS if most_rows is None else min(most_rows, MOST_ROWS)
     unknown = sorted(set(kernels or ()) - set(KERNELS))
     if unknown:
         raise ConfigError(f"unknown linear kernels {unknown}", hint=f"known: {', '.join(KERNELS)}")
@@ -157,7 +164,7 @@ def pack_linears(
                 )
             if not fitting:
                 continue
-            choice = _choose(fitting, _candidates(kernels, linears[0].weight), num_rows)
+            choice = _choose(fitting, _candidates(kernels, linears[0].weight), num_rows, most_rows)
             choices.append(choice)
             if choice.kernel == "plain":
                 continue
@@ -217,7 +224,7 @@ def replace_modules(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> 
                 setattr(parent, name, replaced[child])
 
 
-def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: int) -> ShapeChoice:
+def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: int, most_rows: int) -> ShapeChoice:
     """Time the candidates on a few of `linears` and choose one for all of them."""
     sample = linears[:: max(1, len(linears) // NUM_TIMED_MODULES)][:NUM_TIMED_MODULES]
     weight = sample[0].weight
@@ -238,10 +245,14 @@ def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: 
     chosen = [trial for trial in trials if step_seconds(trial) <= (1 + NEAR) * fastest][-1]
     min_rows, max_rows = 1, None
     if chosen is not plain:
-        many = MANY * num_rows
-        time_in_turn([plain, chosen], [many])
         min_rows = 2 if chosen.seconds[1] > (1 + NEAR) * plain.seconds[1] else 1
-        max_rows = many // 2 if chosen.seconds[many] > plain.seconds[many] else many
+        max_rows = num_rows
+        while max_rows < most_rows:
+            more = min(2 * max_rows, most_rows)
+            time_in_turn([plain, chosen], [more])
+            if chosen.seconds[more] > plain.seconds[more]:
+                break
+            max_rows = more
     timings = tuple(KernelTiming(trial.kernel.name, trial.seconds, trial.rows_equal) for trial in trials)
     shape = (weight.shape[0], weight.shape[1])
     return ShapeChoice(*shape, len(linears), chosen.kernel.name, min_rows, max_rows, _reason(timings), timings)

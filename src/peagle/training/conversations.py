@@ -21,6 +21,7 @@ from peagle.training.shards import LossMask, Shard, TokenIds, open_shards
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ANY_LENGTH = 2**31 - 1
 ANSWER_KEYS = ("answer", "response", "completion")
 ROW_SHAPES = (
     '{"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]}, '
@@ -63,7 +64,11 @@ class ConversationSet:
 
 
 def read_conversations(
-    path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, vocab_size: int | None = None
+    path: str | Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int = ANY_LENGTH,
+    vocab_size: int | None = None,
 ) -> ConversationSet:
     """Read a directory of shards, or a JSONL or JSON-array file (plain or gzipped) with rows of the shapes ROW_SHAPES.
 
@@ -136,11 +141,11 @@ def _checked(path: Path, conversations: ConversationSet, max_length: int) -> Con
     if not len(conversations) and not conversations.num_dropped:
         raise DataError(f"{path} holds no rows", hint="give data that has some, or write more of it with peagle data")
     if not len(conversations):
-        raise DataError(
-            f"{path}: none of its {conversations.num_dropped} rows has an answer token within "
-            f"max_length = {max_length}",
-            hint="give rows with an assistant's answer, or raise max_length above the length of the prompts",
-        )
+        within, hint = "", "give rows with an assistant's answer"
+        if max_length < ANY_LENGTH:
+            within = f" within max_length = {max_length}"
+            hint += ", or raise max_length above the length of the prompts"
+        raise DataError(f"{path}: none of its {conversations.num_dropped} rows has an answer token{within}", hint=hint)
     return conversations
 
 

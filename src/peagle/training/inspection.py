@@ -15,7 +15,6 @@ from peagle.training.shards import is_shard_directory, open_shards
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANY_LENGTH = 2**31 - 1
 ROWS_AT_ONCE = 4096
 NUM_BINS = 12
 VOCABULARY_SIZES = (256, 1024, 4096, 8192, 16384, 32768, 65536)
@@ -27,7 +26,7 @@ def inspect(
     """A JSON-ready report on a directory of shards or a file of conversations; lengths are in tokens."""
     if num_examples < 0 or num_top_tokens < 0:
         raise ConfigError(f"num_examples and num_top_tokens must be 0 or more, got {num_examples} and {num_top_tokens}")
-    rows = read_conversations(path, tokenizer, max_length=ANY_LENGTH)
+    rows = read_conversations(path, tokenizer)
     lengths = np.array([len(row) for row in rows])
     answers = np.array([int(np.count_nonzero(row.loss_mask)) for row in rows])
     counts = trained_token_counts(rows.conversations, len(tokenizer))
