@@ -48,6 +48,7 @@ def test_a_recipe_and_flags_make_a_drafter_that_answers(train, peagle, models, t
     assert result.status == 0, result.err
     assert result.out == f"{tmp_path / 'drafter'}\n", "stdout is where the drafter is"
     assert "training on 6 conversations" in result.err and "step 4 of 4: loss " in result.err
+    assert " steps/s, 0:00:00 left" in result.err
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
     assert card["num_draft_tokens"] == 2 and card["training"]["num_steps"] == 4
     chosen = ("--target", models / "target", "--dtype", "float32", "--drafter", tmp_path / "drafter")

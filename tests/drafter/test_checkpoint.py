@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +184,21 @@ def test_a_failed_save_leaves_the_earlier_drafter(tmp_path: Path, monkeypatch: p
     )
     with pytest.raises(OSError, match="disk full"):
         save_drafter(drafter, tmp_path, card_for(target, drafter), full=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_is_explained_and_leaves_what_was_there(tmp_path: Path) -> None:
+    target = tiny_target()
+    _, drafter = saved(tmp_path, target)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # no file may grow beyond this
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written to .* GiB free") as caught:
+            save_drafter(drafter, tmp_path, card_for(target, drafter), full=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "make room" in caught.value.hint
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -40,6 +40,9 @@ SCRIPT = textwrap.dedent(
         config = settings(output, **changes)
         world.check(config)
         assert world.least(5 + world.rank) == 5
+        noise = torch.full((3,), float(world.rank))
+        world.share([noise])
+        assert not noise.any(), "all have what the first one has"
         target = tiny_target()
         trainer = new_trainer(target, config, world)
         trainer.train(conversations(), on_step)

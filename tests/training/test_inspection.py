@@ -91,3 +91,15 @@ def test_bad_wishes_and_bad_data_are_refused(shards, tmp_path):
         inspect(shards, TOKENIZER, num_examples=-1)
     with pytest.raises(DataError, match="no file at"):
         inspect(tmp_path / "none", TOKENIZER)
+
+
+def test_rows_are_shown_by_number(shards, tmp_path):
+    report = inspect(shards, TOKENIZER, rows_shown=(10, 2))
+    assert report["example_rows"] == [10, 2]
+    assert report["examples"][0][1]["text"] == TOKENIZER.decode([50, 2])
+    rows = [{"prompt_ids": [5], "answer_ids": [6, token]} for token in (10, 11)]
+    (tmp_path / "rows.jsonl").write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    (pieces,) = inspect(tmp_path / "rows.jsonl", TOKENIZER, rows_shown=(3,))["examples"]
+    assert pieces[1]["text"] == TOKENIZER.decode([6, 11])
+    with pytest.raises(DataError, match="has no row 11 with an answer; its rows are numbered from 1 to 10"):
+        inspect(shards, TOKENIZER, rows_shown=(3, 11))

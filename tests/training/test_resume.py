@@ -1,11 +1,13 @@
 """What happens to a run's state when something goes wrong: a number that is none, a disk that is full."""
 
+import dataclasses
 import errno
 from pathlib import Path
 
 import pytest
 
 from peagle.errors import CheckpointError, ConfigError
+from peagle.training.batches import Batches
 from tiny import tiny_target
 from tiny_runs import conversations, ignore, metrics_of, new_trainer, settings
 
@@ -26,11 +28,14 @@ def test_a_run_that_diverges_names_the_batch_and_keeps_the_state_from_before_it(
         elif step == 3:
             trainer.drafter.fc.weight.register_hook(lambda grad: grad * float("inf"))
 
+    rows = [dataclasses.replace(row, number=100 + index) for index, row in enumerate(conversations())]
     with pytest.raises(ConfigError) as caught:
-        trainer.train(conversations(), on_step)
-    assert caught.value.message.startswith("the loss or its gradient is not a number in step 3, of conversations ")
+        trainer.train(rows, on_step)
+    batch = ", ".join(str(100 + index) for index in Batches(rows, config).documents(3))
+    message = f"the loss or its gradient is not a number in step 4, of rows {batch}: training diverged; "
+    assert caught.value.message.startswith(message)
     assert caught.value.message.endswith("training diverged; the state saved last is from before it")
-    assert "lower learning_rate" in caught.value.hint and "look at them" in caught.value.hint
+    assert "lower learning_rate" in caught.value.hint and "inspect --rows" in caught.value.hint
     again = new_trainer(target, config)
     assert again.step == 2
     assert all(parameter.isfinite().all() for parameter in again.drafter.parameters())

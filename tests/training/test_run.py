@@ -245,6 +245,44 @@ def test_training_goes_on_from_a_drafter(target, data, finished, tmp_path):
     card = read_card(tmp_path)
     assert card.training["from_drafter"]["name"] == "drafter" and len(card.training["from_drafter"]["weights"]) == 32
     assert card.num_draft_tokens == load_drafter(tmp_path, target).config.num_draft_tokens == 4
+    assert card.training["from_drafter"]["training"] == read_card(finished[0]).training, "the whole way is on the card"
+    assert "init" not in card.training, "nothing was initialized"
+
+
+def test_settings_without_effect_are_told(target, data, tmp_path, caplog):
+    train_drafter(target, settings(data, tmp_path, num_steps=1, parallel="fsdp"), ignore)
+    assert "parallel = fsdp changes nothing in one process" in caplog.text
+    assert "warmup_steps 1 of num_steps 1: the learning rate never reaches its peak" in caplog.text
+
+
+def test_training_goes_on_with_the_drafter_of_a_target_that_was_tuned_since(data, finished, tmp_path, caplog):
+    tuned = tiny_target(seed=5)
+    changes = {"from_drafter": finished[0], "num_steps": 1}
+    train_drafter(tuned, settings(data, tmp_path, **changes), ignore)
+    assert "its weights are not the ones the drafter was trained on" in caplog.text
+    assert read_card(tmp_path).target.weights == tuned.fingerprint()
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_the_drafter_of_the_last_save_can_be_used_before_the_run_is_finished(target, data, tmp_path, held_out):
+    def interrupt(step, metrics):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    changes = {"held_out": data} if held_out else {"held_out": None, "num_held_out": 0}
+    config = settings(data, tmp_path / "unfinished", **changes)
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(target, config, interrupt)
+    saved = config.output / "run" / "drafter"
+    assert read_card(saved).training["num_steps_done"] == 2
+    if held_out:
+        rows = read_conversations(data, target.tokenizer, vocab_size=target.vocab_size).conversations
+        record = metrics_of(config.output)[1]["replay"]
+        assert replay(target, load_drafter(saved, target), rows, 3).num_drafts == record["num_drafts"]
+    other = settings(data, tmp_path / "other", from_drafter=saved, num_steps=1, **changes)
+    train_drafter(target, other, ignore)
+    train_drafter(target, config, ignore)
+    assert not saved.exists() and "num_steps_done" not in read_card(config.output).training
 
 
 def test_layers_tapped_for_another_drafter_do_not_become_the_default(data, tmp_path):
@@ -317,13 +355,14 @@ def test_bad_settings_and_data_are_refused_before_anything_is_written(target, da
 def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished, tmp_path):
     output = tmp_path / "out"
     stranger = tiny_target(seed=5)
+    stranger.tokenizer.add_tokens(["stranger"])
     cases = [
         ({"num_layers": 2}, target, ConfigError, "num_layers is 1 there and 2 in the settings"),
         ({"method": "eagle3"}, target, ConfigError, "method is 'p-eagle' there and 'eagle3' in the settings"),
         ({"fc_norm": False}, target, ConfigError, "fc_norm is True there and False in the settings"),
         ({"draft_vocab_size": 20}, target, ConfigError, "draft_vocab_size is 288 there and 20 in the settings"),
         ({"aux_layer_ids": (0, 1, 2)}, target, ConfigError, "aux_layer_ids is [2, 4, 5] there and [0, 1, 2]"),
-        ({}, stranger, CheckpointError, "its weights are not the ones the drafter was trained on"),
+        ({}, stranger, CheckpointError, "its tokenizer is another one"),
         ({"from_drafter": tmp_path / "no"}, target, CheckpointError, f"no directory {tmp_path / 'no'}"),
     ]
     for changes, chosen, kind, words in cases:

@@ -92,7 +92,7 @@ def test_a_run_that_diverges_is_stopped_with_advice_and_its_state_is_not_saved(t
         trainer.drafter.fc.weight.fill_(float("nan"))
     with pytest.raises(ConfigError) as caught:
         trainer.train(conversations(), ignore)
-    assert caught.value.message.startswith("the loss or its gradient is not a number in step 0, of conversations ")
+    assert caught.value.message.startswith("the loss or its gradient is not a number in step 1, of rows ")
     assert caught.value.message.endswith(": training diverged; no state was saved before")
     assert "learning_rate" in caught.value.hint and not trainer.run.can_continue
 

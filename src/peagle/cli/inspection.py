@@ -18,8 +18,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     if document["top_tokens"]:
         rows = [(_quoted(token["text"]), token["count"]) for token in document["top_tokens"]]
         console.print(_bars("most frequent trained tokens", rows))
-    for number, pieces in enumerate(document["examples"], start=1):
-        console.print(Panel(_example(pieces, console.is_terminal), title=f"example {number}", title_align="left"))
+    for number, pieces in zip(document["example_rows"], document["examples"], strict=True):
+        console.print(Panel(_example(pieces, console.is_terminal), title=f"row {number}", title_align="left"))
     if document["examples"]:
         legend = "bold and green" if console.is_terminal else "between [[ and ]]"
         console.print(f"trained on: {legend}")

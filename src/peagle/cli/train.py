@@ -7,6 +7,7 @@ run goes on where it was when the same command is given again.
 import contextlib
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -77,7 +78,9 @@ class Steps:
             line = f"loss {metrics['loss']:.3f}, accuracy by depth {accuracy}"
             self._progress.update(self._task, description=line)
             if not self._progress.console.is_terminal:
-                print(f"step {step} of {self._num_steps}: {line}", file=sys.stderr)
+                rate = metrics["steps_per_second"]
+                left = timedelta(seconds=round((self._num_steps - step) / rate)) if rate else "unknown time"
+                print(f"step {step} of {self._num_steps}: {line}, {rate:.2f} steps/s, {left} left", file=sys.stderr)
 
     def close(self) -> None:
         self._progress.stop()

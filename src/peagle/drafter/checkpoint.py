@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -72,6 +73,12 @@ def write_directory(
         (scratch / WEIGHTS_NAME).chmod((scratch / CONFIG_NAME).stat().st_mode)
         for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME):
             (scratch / name).replace(directory / name)
+    except (OSError, SafetensorError) as error:  # the latter is what safetensors makes of a full disk
+        free = shutil.disk_usage(directory).free / 2**30
+        raise CheckpointError(
+            f"the drafter cannot be written to {directory} ({free:.1f} GiB free): {error}",
+            hint="make room, and give the same command again; nothing that was there is lost",
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

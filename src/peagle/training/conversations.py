@@ -37,6 +37,8 @@ class Conversation:
     token_ids: TokenIds
     loss_mask: LossMask
     """True where the token was written by the assistant"""
+    number: int = 0
+    """where to find it in the data, counted from 1: the line of a file, the row of a directory of shards"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -97,7 +99,7 @@ def read_conversations(
             continue
         num_cut += is_cut
         num_answer_tokens += num_trained
-        conversations.append(Conversation(token_ids, loss_mask))
+        conversations.append(Conversation(token_ids, loss_mask, line_number))
         is_greedy.append(row.get("temperature") == 0)
     counts = (num_cut, num_dropped, num_answer_tokens)
     return _checked(path, ConversationSet(tuple(conversations), *counts, np.array(is_greedy, np.bool_)), max_length)
@@ -113,17 +115,19 @@ def _from_shards(path: Path, tokenizer: "PreTrainedTokenizerBase", max_length: i
         )
     conversations: list[Conversation] = []
     is_greedy = [np.zeros(0, dtype=np.bool_)]
-    num_cut = num_dropped = num_answer_tokens = 0
+    num_cut = num_dropped = num_answer_tokens = num_rows = 0
     for shard in shards.shards:
         starts, ends, num_trained = _bounds(shard, max_length)
         is_kept = num_trained > 0
+        numbers = num_rows + 1 + np.flatnonzero(is_kept)
+        num_rows += len(is_kept)
         num_dropped += int(np.count_nonzero(~is_kept))
         num_cut += int(np.count_nonzero(is_kept & (ends < shard.offsets[1:])))
         num_answer_tokens += int(num_trained.sum())
         is_greedy.append(shard.temperatures[is_kept] == 0)
         conversations += [
-            Conversation(shard.token_ids[start:end], shard.loss_mask[start:end])
-            for start, end in zip(starts[is_kept].tolist(), ends[is_kept].tolist(), strict=True)
+            Conversation(shard.token_ids[start:end], shard.loss_mask[start:end], number)
+            for start, end, number in np.stack((starts[is_kept], ends[is_kept], numbers), axis=1).tolist()
         ]
     counts = (num_cut, num_dropped, num_answer_tokens)
     return _checked(path, ConversationSet(tuple(conversations), *counts, np.concatenate(is_greedy)), max_length)

@@ -59,6 +59,8 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
     if is_shard_directory(path):
         manifest = read_manifest(path)
         facts |= {"made_by": manifest["kind"], "settings": manifest["settings"]}
+        if not manifest["is_complete"]:
+            log.warning("%s is unfinished: trained on is what is there; `peagle data` with its options goes on", path)
     given = config.held_out
     if given is None and is_shard_directory(path / HELD_OUT_NAME):
         given = path / HELD_OUT_NAME

@@ -102,6 +102,12 @@ class World:
         dist.all_reduce(held, operation)
         return int(held)
 
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by the first process's: noise drawn on unlike GPUs, or sums made there, need not be equal."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, 0)
+
     def reduce(self, *tensors: Tensor) -> None:
         """Replace tensors of one dtype by their sums over the processes, in one message."""
         if self.size == 1 or not tensors:

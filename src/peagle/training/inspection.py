@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, DataError
 from peagle.training.conversations import Conversation, read_conversations
 from peagle.training.shards import is_shard_directory, open_shards
 
@@ -21,15 +21,26 @@ VOCABULARY_SIZES = (256, 1024, 4096, 8192, 16384, 32768, 65536)
 
 
 def inspect(
-    path: Path, tokenizer: "PreTrainedTokenizerBase", *, num_examples: int = 3, num_top_tokens: int = 20
+    path: Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    num_examples: int = 3,
+    num_top_tokens: int = 20,
+    rows_shown: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """A JSON-ready report on a directory of shards or a file of conversations; lengths are in tokens."""
+    """A JSON-ready report on a directory of shards or a file of conversations; lengths are in tokens.
+
+    The examples are `num_examples` spread over the data, or those of `rows_shown`, lines of a file or rows of shards.
+    """
     if num_examples < 0 or num_top_tokens < 0:
         raise ConfigError(f"num_examples and num_top_tokens must be 0 or more, got {num_examples} and {num_top_tokens}")
     rows = read_conversations(path, tokenizer)
     lengths = np.array([len(row) for row in rows])
     answers = np.array([int(np.count_nonzero(row.loss_mask)) for row in rows])
     counts = trained_token_counts(rows.conversations, len(tokenizer))
+    shown = [rows.conversations[index] for index in _spaced(len(rows), num_examples)]
+    if rows_shown:
+        shown = _numbered(path, rows.conversations, rows_shown)
     report = {
         "path": str(path),
         "num_conversations": len(rows),
@@ -44,7 +55,8 @@ def inspect(
         "num_distinct_trained_tokens": int(np.count_nonzero(counts)),
         "top_tokens": _top_tokens(counts, tokenizer, num_top_tokens),
         "coverage": _coverage(counts),
-        "examples": [segments(rows.conversations[index], tokenizer) for index in _spaced(len(rows), num_examples)],
+        "examples": [segments(row, tokenizer) for row in shown],
+        "example_rows": [row.number for row in shown],
     }
     return report | (_shard_facts(path) if is_shard_directory(path) else {})
 
@@ -131,6 +143,18 @@ def _coverage(counts: npt.NDArray[np.int64]) -> dict[str, float]:
     ordered = np.cumsum(np.sort(counts)[::-1])
     sizes = [size for size in VOCABULARY_SIZES if size < len(counts)]
     return {str(size): round(float(ordered[size - 1] / ordered[-1]), 5) for size in sizes}
+
+
+def _numbered(path: Path, conversations: Sequence[Conversation], numbers: Sequence[int]) -> list[Conversation]:
+    by_number = {row.number: row for row in conversations}
+    missing = [number for number in numbers if number not in by_number]
+    if missing:
+        raise DataError(
+            f"{path} has no row {missing[0]} with an answer; its rows are numbered from {min(by_number)} to "
+            f"{max(by_number)}",
+            hint="rows are counted from 1, as the lines of a file or the rows of all shards",
+        )
+    return [by_number[number] for number in numbers]
 
 
 def _spaced(length: int, number: int) -> list[int]:

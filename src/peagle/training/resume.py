@@ -20,7 +20,7 @@ from peagle.training.distributed import World, load_state_by_name, state_by_name
 
 # Settings that may differ when a run goes on: they say where and how often, not what is learned.
 FREE_SETTINGS = {"output", "save_every", "log_every", "compile", "features", "features_directory"}
-FREE_SETTINGS |= {"micro_batch_size", "num_partitions", "parallel"}
+FREE_SETTINGS |= {"micro_batch_size", "num_partitions", "checkpoint_activations", "parallel"}
 
 
 @dataclass
@@ -41,7 +41,7 @@ ALONE = World()
 
 
 class RunState:
-    """Directory `run/` inside the output: settings, metrics.jsonl, and state.pt while the run is unfinished.
+    """Directory `run/` inside the output: settings, metrics.jsonl, and until the run is finished state.pt and drafter/.
 
     `inputs` are facts about what the settings only name, like the target's weights; they must not change either.
     Of several processes all read, and the first one writes.
@@ -50,6 +50,8 @@ class RunState:
     def __init__(self, config: TrainConfig, inputs: Mapping[str, Any] | None = None, world: World = ALONE) -> None:
         self.world = world
         self.directory = config.output / "run"
+        self.drafter = self.directory / "drafter"
+        """directory of the drafter as it was at the last save; the finished one takes its place"""
         self._state = self.directory / "state.pt"
         self._metrics = self.directory / "metrics.jsonl"
         self._settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
@@ -132,12 +134,13 @@ class RunState:
         return any(line["step"] == step and "loss" not in line for line in self.metrics())
 
     def finish(self) -> None:
-        """Drop the optimizer state; settings and metrics stay."""
+        """Drop what an unfinished run needs; settings and metrics stay."""
         self.world.barrier()
         if not self.world.is_main:
             return
         self._state.unlink(missing_ok=True)
         self._state.with_suffix(".tmp").unlink(missing_ok=True)
+        shutil.rmtree(self.drafter, ignore_errors=True)
 
     def _cannot_write(self, what: str, error: Exception) -> CheckpointError:
         free = shutil.disk_usage(self.directory).free / 2**30

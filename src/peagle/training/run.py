@@ -50,8 +50,9 @@ def train_drafter(
 ) -> Drafter:
     """Train a drafter for `target`, write its directory (compact form) to `config.output`, and return it as served.
 
-    An unfinished run of the same settings is continued. Where there are held-out conversations, acceptance is replayed
-    at every save and recorded in the metrics and the card. In the end the directory is loaded again, and must replay
+    An unfinished run of the same settings is continued. At every save the drafter so far is written to run/drafter, to
+    be tried or trained on from; where there are held-out conversations, acceptance is replayed with it and recorded in
+    the metrics and the card. In the end the directory is loaded again, and must replay
     to what the drafter in memory does. Of several processes (see `distributed.py`) all take part, and the first one
     writes. Nothing is written before settings and data were checked, except for the answers to a file of prompts,
     which `answer_prompts` has the target write.
@@ -66,6 +67,7 @@ def train_drafter(
         raise ConfigError(f"{config.output} already holds a finished drafter", hint="give another output")
     counts_V = None if config.draft_vocab_size is None else answer_counts(text.conversations, target.vocab_size)
     drafter = starting_drafter(target, config, counts_V)
+    world.share(drafter.parameters())
     if counts_V is not None:
         text.facts.update(draft_vocab_facts(drafter, counts_V))
     config = planned(target, drafter, config, world)
@@ -74,17 +76,24 @@ def train_drafter(
         shard(drafter, target)
     objective = OBJECTIVES[config.method](drafter, config)
     trainer = Trainer(drafter, objective, features_of, config, run)
-    _log_start(text, trainer.step)
+    _log_start(text, config, world, trainer.step)
 
     def on_save(step: int) -> dict[str, Any]:
-        return {"replay": _record(replay(target, drafter, text.held_out, config.num_draft_tokens))}
+        served = _as_served(target, drafter)
+        measured = replay(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
+        card = _card(target, served, config, text, measured, step)
+        if world.is_main:
+            save_drafter(served, run.drafter, card, full=False)
+        return {} if measured is None else {"replay": _record(measured)}
 
     with shown_on_tensorboard(run, trainer.step):
-        trainer.train(text.conversations, on_step, on_save if text.held_out else None)
+        trainer.train(text.conversations, on_step, on_save)
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = replay(target, served, checked, config.num_draft_tokens)
-    card = _card(target, served, config, text, measured)  # by all processes: the target may be spread over them
+    card = _card(target, served, config, text, measured if text.held_out else None, config.num_steps)
+    # By all processes: the target may be spread over them.
+    card = dataclasses.replace(card, evidence=record(target, served, decode))
     if world.is_main:
         save_drafter(served, config.output, card, full=False)
         title = (
@@ -117,7 +126,15 @@ def _inputs(target: HFTarget, config: TrainConfig, text: RunText) -> dict[str, A
     return inputs
 
 
-def _log_start(text: RunText, step: int) -> None:
+def _log_start(text: RunText, config: TrainConfig, world: World, step: int) -> None:
+    if config.parallel == "fsdp" and not world.shards_layers(config):
+        log.warning("parallel = fsdp changes nothing in one process; torchrun starts several")
+    if config.warmup_steps >= config.num_steps:
+        log.warning(
+            "warmup_steps %d of num_steps %d: the learning rate never reaches its peak",
+            config.warmup_steps,
+            config.num_steps,
+        )
     facts = text.facts
     log.info(
         "training on %d conversations (%d answer tokens; %d cut at max_length, %d without an answer left out) "
@@ -152,11 +169,17 @@ def _check_written(
         )
 
 
-def _card(target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText, measured: Acceptance) -> DrafterCard:
+def _card(
+    target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText, measured: Acceptance | None, step: int
+) -> DrafterCard:
+    """What is known of the drafter but for the evidence, which takes the target some time."""
     settings = {key: value for key, value in dataclasses.asdict(config).items() if not isinstance(value, Path)}
     is_cuda = target.device.type == "cuda"
     if config.from_drafter is not None:
         settings["from_drafter"] = earlier_facts(target, config.from_drafter)
+        del settings["init"]  # which was not looked at
+    if step < config.num_steps:
+        settings["num_steps_done"] = step
     if is_cuda:
         settings["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return DrafterCard(
@@ -166,10 +189,9 @@ def _card(target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText
         max_length=config.max_length,
         aux_layer_ids=drafter.config.aux_layer_ids,
         data=text.facts,
-        acceptance={"held_out_replay": _record(measured)} if text.held_out else {},
+        acceptance={} if measured is None else {"held_out_replay": _record(measured)},
         training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
-        evidence=record(target, drafter, decode),
     )
 
 

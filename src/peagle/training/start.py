@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from peagle.drafter.card import TargetIdentity, read_card
 from peagle.drafter.checkpoint import drafter_directory, load_drafter
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.layouts import weights_files
@@ -76,7 +77,9 @@ def earlier_facts(target: HFTarget, path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     for path in weights_files(directory):
         digest.update(path.read_bytes())
-    return {"name": directory.name, "weights": digest.hexdigest()[:32]}
+    facts: dict[str, Any] = {"name": directory.name, "weights": digest.hexdigest()[:32]}
+    card = read_card(directory)
+    return facts if card is None else facts | {"training": card.training, "data": card.data}
 
 
 def _switches(config: TrainConfig) -> dict[str, Any]:
@@ -94,11 +97,14 @@ def _switches(config: TrainConfig) -> dict[str, Any]:
 
 def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Drafter:
     try:
-        drafter = load_drafter(directory, target)
+        # Other weights are what a fine-tuned target has. Other token ids, though, would have to be learned anew.
+        card = read_card(drafter_directory(directory, target))
+        is_mismatch = card is not None and card.target.tokenizer != TargetIdentity.of(target).tokenizer
+        drafter = load_drafter(directory, target, allow_mismatch=not is_mismatch)
     except CheckpointError as error:
         raise CheckpointError(
             f"training cannot go on from {directory}: {error.message}",
-            hint="give a drafter directory that was trained for this very target, or start a new drafter without it",
+            hint="give a drafter directory for a target of this tokenizer and width, or start a new drafter without it",
         ) from error
     if drafter.config.sliding_layers:
         raise ConfigError(

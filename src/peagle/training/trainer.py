@@ -125,20 +125,28 @@ class Trainer:
         if on_save is None or not self.step or not self._is_saved_step():
             return
         if self.world.total(self.world.is_main and not self.run.is_measured(self.step)):
-            self.run.log({"step": self.step} | on_save(self.step))
+            measured = on_save(self.step)
+            if measured:
+                self.run.log({"step": self.step} | measured)
 
     def _check_finite(self) -> None:
         """Stop a run that has diverged. Reading this waits for the device."""
         step = int(self._first_bad)
         if step == NO_STEP:
             return
-        rows = self._batches.documents(step) if self._batches is not None else []
+        raise self._diverged(step)
+
+    def _diverged(self, step: int) -> ConfigError:
+        rows: list[int] = []
+        if self._batches is not None:
+            rows = [self._batches.conversations[index].number for index in self._batches.documents(step)]
         earlier = "the state saved last is from before it" if self.run.can_continue else "no state was saved before"
-        raise ConfigError(
-            f"the loss or its gradient is not a number in step {step}, of conversations {summary(rows)}: training "
-            f"diverged; {earlier}",
-            hint="lower learning_rate or raise warmup_steps, and give another output; if it happens at the same "
-            "conversations again, look at them",
+        go_on = f"--from {self.run.drafter} and another output" if self.run.drafter.exists() else "another output"
+        return ConfigError(
+            f"the loss or its gradient is not a number in step {step + 1}, of rows {summary(rows)}: training diverged; "
+            f"{earlier}",
+            hint=f"lower learning_rate or raise warmup_steps, and give {go_on}; if it happens at the same rows again, "
+            "`peagle data inspect --rows` shows them",
         )
 
     def accumulate_gradients(self, *micro_batches: Batch) -> tuple[Tensor, Tensor]:
