@@ -119,18 +119,21 @@ def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
         def elapsed_time(self, other: "Event") -> float:
             return 1.0
 
-    def ask() -> RequestOutput:
-        engine.add(PROMPTS[4], SamplingParams(max_tokens=12))
+    def ask(*stop_token_ids: int) -> RequestOutput:
+        engine.add(PROMPTS[4], SamplingParams(max_tokens=12, stop_token_ids=stop_token_ids))
         with pytest.raises(RequestError, match="requests are being served"):
             engine.step_times(2)
         outputs: list[RequestOutput] = []
-        while engine.has_work:
+        while not outputs:
             outputs += engine.step()
         return outputs[0]
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(engine.runner, "is_asynchronous", True)
     first, second = ask(), ask()
     assert second.metrics.num_cached_tokens > 0
+    ask(first.outputs[0].token_ids[4])
+    assert engine.has_work, "nobody knew that this step would be the last, so one more is under way"
     assert engine.step_times(2) is not None
     third = ask()
     assert third.metrics.num_cached_tokens == 0

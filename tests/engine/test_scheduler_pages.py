@@ -181,6 +181,14 @@ def test_a_result_that_nothing_in_flight_can_have_given_is_refused() -> None:
         scheduler.committed(request, [3])
 
 
+def test_what_is_held_when_nothing_runs_is_named() -> None:
+    scheduler = make()
+    scheduler.check_idle()
+    scheduler.pages.allocate(2)
+    with pytest.raises(IntegrityError, match="nothing runs, but 2 pages are held"):
+        scheduler.check_idle()
+
+
 def test_contradictions_between_requests_and_pages_are_named() -> None:
     scheduler = make()
     first, second = add(scheduler, "a", 5), add(scheduler, "b", 5)

@@ -196,6 +196,17 @@ def test_kernel_that_computes_something_else_is_not_used(
     assert "linear kernel wrong computes another product than plain: not used" in caplog.text
 
 
+def test_kernel_that_is_wrong_for_many_rows_serves_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias) * (1 if x.numel() // x.shape[-1] <= 16 else 1.001)
+
+    monkeypatch.setitem(KERNELS, "wrong", LinearKernel("wrong", lambda weight: weight, run, lambda weight: None))
+    _make_fastest(monkeypatch, "wrong")
+    module = nn.Sequential(nn.Linear(64, 64))
+    pack_linears(module, num_rows=4, most_rows=64, kernels=("wrong",))
+    assert module[0].max_rows == 16
+
+
 @torch.no_grad()
 def test_fewer_and_more_rows_than_the_limits_run_plain() -> None:
     def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -188,8 +188,9 @@ class Engine:
 
         Measuring overwrites pages, so none is reused afterwards.
         """
-        if self.has_work:
+        if self._groups:
             raise RequestError("requests are being served", hint="measure steps when they are done")
+        self._collect(depth=0)  # a last launch may be under way, for requests that have ended since
         times = self.runner.step_times(batch)
         if times is not None:
             self.reset()
@@ -266,8 +267,12 @@ class Engine:
             self._stats.device_seconds += launch.device_seconds() or 0.0
 
     def check_integrity(self) -> None:
-        """Raise if pages, rows and requests contradict each other. For idle moments: it looks at every page."""
+        """Raise if pages, rows and requests contradict each other. For tests: it looks at every page."""
         self.scheduler.check_integrity()
+
+    def check_idle(self) -> None:
+        """Raise if a page or row is still held though nothing runs. Costs nothing."""
+        self.scheduler.check_idle()
 
     def _take_in(self, emission: Emission) -> None:
         request = emission.request

@@ -117,6 +117,8 @@ class RecordedSteps:
         num_columns = state.page_table.shape[1] - 1
         pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (num_pages - 1)
         state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
+        # Every replay may accept all drafts, and a text must not outgrow its pages.
+        repeats = max(1, min(repeats, num_columns * page_size // num_rows - 3))
         length = max(1, min(length, num_columns * page_size - (repeats + 2) * num_rows))
         step = verify = self._seconds(replay, length, repeats)
         if self.step.drafter is not None:

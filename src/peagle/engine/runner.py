@@ -270,7 +270,8 @@ class Runner:
             self._restore.append(quantize_target(self.target, num_rows))
         packs = self.target.dtype == torch.float32
         if packs if self.config.pack is None else self.config.pack:
-            most_rows = (most_drafts + 1) * self.max_batch
+            # Verifying takes K + 1 rows of a request, drafting up to 2 K: what was accepted, then the placeholders.
+            most_rows = max(most_drafts + 1, 2 * most_drafts) * self.max_batch
             self._restore.append(pack_models(self.target, self.drafter, num_rows, most_rows))
 
     def _calibrate(self) -> int:

@@ -362,6 +362,14 @@ class Scheduler:
             self.pages.register(request.pages[index], request.page_keys[index])
         request.num_registered = max(request.num_registered, num_full)
 
+    def check_idle(self) -> None:
+        """Raise IntegrityError where, without any request, pages or rows are held or lost."""
+        assert not self._waiting and not self._running, "only asked then"
+        num_held, num_rows = self.pages.num_used, len(self._free_rows)
+        if num_held or num_rows != self.config.max_batch:
+            free = f"{num_rows} of {self.config.max_batch} rows are free"
+            raise IntegrityError(f"scheduler: nothing runs, but {num_held} pages are held, and {free}")
+
     def check_integrity(self) -> None:
         """Raise IntegrityError with the first contradiction between queues, rows, requests and pages."""
         waiting, running = list(self._waiting.values()), list(self._running.values())

@@ -207,8 +207,11 @@ class Step:
         fused_ND = self._fuse(aux_NA)
         anchor_rows, embedding_1ND, rotary = self._lay_out_anchors(chunks, index_N, position_N, end_C, fused_ND)
         self.drafter.run_layers(fused_ND[None], embedding_1ND, rotary, self._pages_of(anchor_rows))
+        # Of a chunk that is not its text's last, the anchor at its end is there already, with the token that follows in
+        # the text. What is drafted from the guess goes to waste.
+        table_CP = paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
         drafts_CK = self._draft(
-            paged_rows.page_table_BP,
+            table_CP,
             end_C - 1,
             torch.ones_like(end_C),
             next_C1.expand(-1, 2),

@@ -1,0 +1,55 @@
+"""What prefill leaves in the memories does not depend on the pieces in which a prompt was run."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import sequential
+from peagle.drafter.model import Drafter
+from peagle.engine import runner
+from peagle.engine.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
+from tiny import tiny_drafter, tiny_target
+
+PROMPT = random.Random(1).choices(range(3, 260), k=40)
+NUM_DRAFT_TOKENS = 4
+
+
+def drafter_for(target: HFTarget, method: str) -> Drafter:
+    drafter = tiny_drafter(target)
+    return drafter if method == "p-eagle" else sequential(drafter, target)
+
+
+def drafter_keys(method: str, prefill_tokens: int) -> list[Tensor]:
+    """The drafter's keys of the prompt's tokens, layer by layer, after its prefill."""
+    target = tiny_target()
+    config = EngineConfig(page_size=8, prefill_tokens=prefill_tokens, max_batch=2)
+    engine = Engine(target, drafter_for(target, method), NUM_DRAFT_TOKENS, config)
+    engine.add(PROMPT, SamplingParams(max_tokens=4))
+    while not engine.stats().num_output_tokens:
+        engine.step()
+    (request,) = engine.scheduler.running
+    pages = request.pages[: len(PROMPT) // 8]
+    keys = [key[pages].flatten(0, 1)[1:].clone() for key, _ in engine.runner.kv_cache.drafter_memory]
+    engine.close()
+    return keys
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_chunks_leave_the_drafter_what_one_pass_does(method: str) -> None:
+    for whole, pieces in zip(drafter_keys(method, 2048), drafter_keys(method, 16), strict=True):
+        torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_products_are_packed_for_the_most_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    pack = runner.pack_models
+    monkeypatch.setattr(runner, "pack_models", lambda *arguments: asked.append(arguments[2:]) or pack(*arguments))
+    target = tiny_target()
+    Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(max_batch=3)).close()
+    Engine(target, None, 0, EngineConfig(max_batch=3)).close()
+    assert asked == [(5, 24), (3, 3)], "a draft pass reads K accepted tokens and K placeholders of each request"
