@@ -79,7 +79,10 @@ def earlier_facts(target: HFTarget, path: Path) -> dict[str, Any]:
         digest.update(path.read_bytes())
     facts: dict[str, Any] = {"name": directory.name, "weights": digest.hexdigest()[:32]}
     card = read_card(directory)
-    return facts if card is None else facts | {"training": card.training, "data": card.data}
+    if card is not None:
+        num_answer_tokens = card.data.get("num_answer_tokens")
+        facts |= {"training": card.training, "num_answer_tokens": num_answer_tokens}  # and so on to the first run
+    return facts
 
 
 def _switches(config: TrainConfig) -> dict[str, Any]:
