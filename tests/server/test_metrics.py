@@ -1,5 +1,6 @@
 """What a scrape shows: vLLM's names with the right values, and our own."""
 
+import asyncio
 import re
 
 import pytest
@@ -73,6 +74,24 @@ def test_requests_are_counted_by_route_and_status(served):
     served.http.post("/v1/completions", json={})
     assert served.metric('peagle:http_requests_total{route="other",status="404"}') == 1
     assert served.metric('peagle:http_requests_total{route="/v1/completions",status="400"}') >= 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_times_begin_when_the_request_is_there_and_not_when_it_is_tokenized(served, chat_body, monkeypatch, path):
+    """One thread tokenizes for all, and a grammar is compiled first: the client waits for both."""
+    names = ("vllm:time_to_first_token_seconds_sum", "vllm:e2e_request_latency_seconds_sum")
+    in_thread = served.service.in_thread
+
+    async def in_busy_thread(request, function):
+        await asyncio.sleep(0.4)
+        return await in_thread(request, function)
+
+    monkeypatch.setattr(served.service, "in_thread", in_busy_thread)
+    before = [served.metric(name) for name in names]
+    body = {"prompt": "the", "max_tokens": 2} if path == "/v1/completions" else chat_body
+    answer = served.http.post(path, json=body).json()
+    assert answer["metrics"]["time_to_first_token_ms"] >= 400
+    assert all(served.metric(name) - earlier >= 0.4 for name, earlier in zip(names, before, strict=True))
 
 
 def job_with(histogram):

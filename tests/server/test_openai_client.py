@@ -205,3 +205,4 @@ def test_more_draft_tokens_than_the_engine_has_are_refused(served):
             model="tiny", messages=MESSAGES, extra_body={"speculation": {"num_draft_tokens": 9}}
         )
     assert "num_draft_tokens must be at most the engine's 4, got 9" in caught.value.message
+    assert caught.value.param == "speculation.num_draft_tokens"

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: messages through the target's template, answers as messages."""
 
 import inspect
+import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 async def answer_chat(service: Service, body: ChatBody, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
+    arrived = time.perf_counter()
     service.check_model(body.model)
     _check_options(body)
     template = template_of(service)
@@ -46,7 +48,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
         grammar=grammar,
         stop=tools.stops if tools is not None else (),
     )
-    job = service.new_job("chatcmpl", [prompt], params)
+    job = service.new_job("chatcmpl", [prompt], params, arrived)
     request.state.job, request.state.user = job, body.user
     writer = ChatWriter(service, job, body, tools)
     return await service.respond(request, job, writer, streams=bool(body.stream))

@@ -1,6 +1,7 @@
 """POST /v1/completions: texts or token ids, continued."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -22,9 +23,13 @@ DEFAULT_MAX_TOKENS = 16
 
 async def answer_completion(service: Service, body: CompletionBody, request: Request) -> Response:
     """Continue one text or several, whole or as a stream."""
+    arrived = time.perf_counter()
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options needs stream", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs is not part of streams; ask for echo with logprobs, or do not stream"
+        raise HttpError(400, message, param="prompt_logprobs")
     prompts = await service.in_thread(request, lambda: token_ids_of(service, body))
     num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
@@ -46,7 +51,7 @@ async def answer_completion(service: Service, body: CompletionBody, request: Req
         num_logprobs=body.logprobs,
         grammar=grammar,
     )
-    job = service.new_job("cmpl", prompts, params)
+    job = service.new_job("cmpl", prompts, params, arrived)
     request.state.job, request.state.user = job, body.user
     writer = CompletionWriter(service, job, body, is_echo_alone=asked == 0)
     return await service.respond(request, job, writer, streams=bool(body.stream))
@@ -60,7 +65,10 @@ def token_ids_of(service: Service, body: CompletionBody) -> list[list[int]]:
 
 
 class CompletionWriter(Writer):
-    """Writes what a job brings as text completions; with `is_echo_alone`, the prompt and nothing else."""
+    """Writes what a job brings as text completions; with `is_echo_alone`, the prompt and nothing else.
+
+    One token is made even then, because that is how prompts are run. It is left out, and so is what ended it.
+    """
 
     WHOLE = CHUNK = "text_completion"
 
@@ -70,9 +78,6 @@ class CompletionWriter(Writer):
         self._num_shown = [0] * len(job.choices)
         """characters of each choice so far, the echoed prompt's included: where the next token's offset begins"""
         self._is_begun = [False] * len(job.choices)
-        if is_echo_alone:  # one token is made, because that is how prompts are run, and left out
-            for choice in job.choices:
-                choice.finish_reason = "length"
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
@@ -82,10 +87,10 @@ class CompletionWriter(Writer):
 
     def _choice(self, index: int) -> dict[str, Any]:
         choice = self._job.choices[index]
-        text, token_ids, rows = choice.text, choice.token_ids, choice.logprobs
+        text, token_ids, rows, finish_reason = choice.text, choice.token_ids, choice.logprobs, choice.finish_reason
         if self._is_echo_alone:
-            text, token_ids, rows = "", [], []
-        entry = self._entry(index, text, "length" if self._is_echo_alone else choice.finish_reason)
+            text, token_ids, rows, finish_reason = "", [], [], "length"
+        entry = self._entry(index, text, finish_reason)
         self._complete(index, entry, token_ids, choice.texts[: len(token_ids)], rows, is_echo=bool(self._body.echo))
         if self._body.return_token_ids:
             entry["token_ids"], entry["prompt_token_ids"] = token_ids, self._prompt(index)
@@ -99,13 +104,14 @@ class CompletionWriter(Writer):
         body, is_first = self._body, not self._is_begun[index]
         self._is_begun[index] = True
         text, token_ids, texts, rows = update.text, update.token_ids, update.texts, update.logprobs or ()
+        finish_reason = update.finish_reason
         if self._is_echo_alone:
-            text, token_ids, texts, rows = "", (), (), ()
+            text, token_ids, texts, rows, finish_reason = "", (), (), (), "length"
         wants_all = body.logprobs is not None or body.return_token_ids or body.wants_details
         is_echo = bool(body.echo) and is_first
-        if not (text or is_echo or update.finish_reason or (wants_all and token_ids)):
+        if not (text or is_echo or finish_reason or (wants_all and token_ids)):
             return []
-        entry = self._entry(index, text, update.finish_reason)
+        entry = self._entry(index, text, finish_reason)
         self._complete(index, entry, token_ids, texts, rows, is_echo=is_echo)
         if body.return_token_ids:
             entry["token_ids"] = token_ids
@@ -147,7 +153,9 @@ class CompletionWriter(Writer):
             entry["text"] = shown + entry["text"]
             known = self._job.prompt_logprobs[index // self._job.params.n]
             ids = prompt + ids
-            pieces = _split(shown, [self._service.token_texts[token_id].text for token_id in prompt]) + pieces
+            texts_of, special_ids = self._service.token_texts, self._service.token_texts.special_ids
+            special = {place for place, token_id in enumerate(prompt) if token_id in special_ids}
+            pieces = _split(shown, [texts_of[token_id].text for token_id in prompt], special) + pieces
             found = list(known or [None] * len(prompt)) + found
         offsets = []
         for piece in pieces:
@@ -192,14 +200,17 @@ class CompletionWriter(Writer):
         return rows
 
 
-def _split(text: str, pieces: list[str]) -> list[str]:
+def _split(text: str, pieces: list[str], special: Collection[int] = ()) -> list[str]:
     """A text in as many parts as there are pieces, each as long as its piece as far as the text goes.
 
-    >>> _split("abc", ["a", "bc", "<end>"])
-    ['a', 'bc', '']
+    Pieces at the places `special` may have been added to the text's own: they have a part only where it spells them.
+
+    >>> _split("abc", ["<start>", "a", "bc", "<end>"], special={0, 3})
+    ['', 'a', 'bc', '']
     """
     parts, at = [], 0
-    for piece in pieces:
-        parts.append(text[at : at + len(piece)])
-        at += len(piece)
+    for place, piece in enumerate(pieces):
+        is_added = place in special and not text.startswith(piece, at)
+        parts.append("" if is_added else text[at : at + len(piece)])
+        at += len(parts[-1])
     return parts

@@ -61,13 +61,17 @@ class Job:
         params: SamplingParams,
         num_draft_tokens: int,
         on_gap: Callable[[float], None] = lambda _: None,
+        started: float | None = None,
     ) -> None:
-        """`on_gap` is told the seconds between the updates of each answer."""
+        """`on_gap` is told the seconds between the updates of each answer.
+
+        `started` is when the request arrived, by `time.perf_counter`; by default now.
+        """
         self.job_id, self.prompts, self.params = job_id, prompts, params
         self.created = int(time.time())
         self.choices = [Choice() for _ in range(len(prompts) * params.n)]
         self.prompt_logprobs: list[Sequence[TokenLogprobs | None] | None] = [None] * len(prompts)
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() if started is None else started
         self.finished_at: float | None = None
         self.num_steps = 0
         self.num_drafted = 0

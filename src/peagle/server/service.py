@@ -45,6 +45,7 @@ class Service:
         self.names = settings.served_model_name or (target.name,)
         self.max_length, self.num_draft_tokens = engine.max_length, engine.num_draft_tokens
         self.max_batch = engine.scheduler.config.max_batch
+        self._max_waiting = engine.runner.config.max_waiting
         self.vocab_size, self.target_name = target.vocab_size, target.name
         self.tokenizer = copy.deepcopy(target.tokenizer)  # the engine's thread uses the other one
         self.token_texts = TokenTexts(self.tokenizer)
@@ -139,13 +140,27 @@ class Service:
             raise HttpError(400, message, param=param, code="context_length_exceeded")
         return asked
 
-    def new_job(self, kind: str, prompts: list[list[int]], params: SamplingParams) -> Job:
-        num_choices = len(prompts) * params.n
+    def new_job(self, kind: str, prompts: list[list[int]], params: SamplingParams, arrived: float) -> Job:
+        """A job for a request that arrived at `arrived`, or a refusal of one that could never be served."""
+        self._check_choices(len(prompts), params.n)
+        asked = params.num_draft_tokens
+        if asked is not None and asked > self.num_draft_tokens:
+            param = "speculation.num_draft_tokens"
+            message = f"{param} must be at most the engine's {self.num_draft_tokens}, got {asked}"
+            raise HttpError(400, f"{message}; start the server with more, or leave it out", param=param)
+        name = f"{kind}-{uuid.uuid4().hex}"
+        return Job(self.engine, name, prompts, params, self.num_draft_tokens, self.metrics.itl.observe, arrived)
+
+    def _check_choices(self, num_prompts: int, n: int) -> None:
+        """The engine is given prompts one by one, so it cannot tell that all of them together never find room."""
+        num_choices, param = num_prompts * n, "prompt" if num_prompts > 1 else "n"
         if num_choices > self.settings.max_choices:
             message = f"{num_choices} answers are asked for, at most {self.settings.max_choices} are given at a time"
-            raise HttpError(400, message, param="n")
-        name = f"{kind}-{uuid.uuid4().hex}"
-        return Job(self.engine, name, prompts, params, self.num_draft_tokens, self.metrics.itl.observe)
+            raise HttpError(400, message, param=param)
+        if self._max_waiting is not None and num_choices > self._max_waiting + self.max_batch:
+            most = self._max_waiting + self.max_batch
+            message = f"{num_choices} answers are more than run and wait at the same time, {most}; ask for fewer"
+            raise HttpError(400, message, param=param, code="capacity")
 
     def begin(self, job: Job) -> None:
         self.jobs.add(job)

@@ -18,6 +18,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, TokenText] = {}
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        """tokens that a tokenizer may add to a text"""
 
     def __getitem__(self, token_id: int) -> TokenText:
         found = self._known.get(token_id)
