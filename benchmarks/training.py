@@ -1,0 +1,170 @@
+"""What training costs and what its settings bring: the tables of docs/guides/train.md and docs/log.md.
+
+    python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8]
+    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base retention ...]
+
+`memory` trains a drafter of random weights on one row of random ids, a few steps for each number of segments, and
+prints what the planner counted beside what the GPU held. `ablations` trains one drafter for each change of a setting,
+from noise, on the same text in the same order, and prints loss and replayed acceptance; the drafters that are there
+already are not trained again, so that it can be stopped and go on. Both want a GPU, and need no command line library.
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peagle.bench.bandwidth import dummy_target
+from peagle.drafter.card import read_card
+from peagle.targets.hf import HFTarget
+from peagle.targets.load import load_target
+from peagle.training.config import TrainConfig
+from peagle.training.conversations import Conversation
+from peagle.training.distributed import World
+from peagle.training.features import features_for
+from peagle.training.planner import GIB, Sizes, estimate
+from peagle.training.resume import RunState
+from peagle.training.run import OBJECTIVES, train_drafter
+from peagle.training.start import check_start, starting_drafter
+from peagle.training.trainer import Trainer
+
+NUM_MEASURED_STEPS = 3
+NUM_DRAFT_TOKENS = 8
+BASE: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "init": "random", "loss": "ce", "labels": "reached"}
+CHANGES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "two-layers": {"num_layers": 2},
+    "one-layer": {"num_layers": 1},
+    "own-embeddings": {"embeddings": "own"},
+    "no-fc-norm": {"fc_norm": False},
+    "retention": {"retention": 0.6},
+    "all-labels": {"labels": "all"},
+    "depth-weights": {"depth_weights": tuple(0.8**depth for depth in range(NUM_DRAFT_TOKENS))},
+    "from-target": {"init": "target"},
+    "kl": {"loss": "kl"},
+    "muon": {"optimizer": "muon"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    memory = actions.add_parser("memory", help="planned and measured memory by number of segments")
+    memory.add_argument("--shape", default="llama-8b", help="a shape of `peagle bench --dummy`, or a config.json")
+    memory.add_argument("--length", type=int, default=20_000, help="tokens of the row")
+    memory.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 4, 8])
+    memory.add_argument("--num-layers", type=int, default=4)
+    ablations = actions.add_parser("ablations", help="one drafter for each change of a setting")
+    ablations.add_argument("--data", type=Path, required=True, help="shards of `peagle data`")
+    ablations.add_argument("--held-out", type=Path, default=None, help="by default some of the data's own answers")
+    ablations.add_argument("--output", type=Path, required=True)
+    ablations.add_argument("--target", default=None, help="by default the embedded target")
+    ablations.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES))
+    ablations.add_argument("--num-steps", type=int, default=500)
+    ablations.add_argument("--batch-size", type=int, default=64)
+    ablations.add_argument("--max-length", type=int, default=512)
+    ablations.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of every run: TrainConfig")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level="INFO", format="%(message)s")
+    if arguments.action == "memory":
+        compare_memory(arguments)
+    else:
+        compare_settings(arguments)
+
+
+def compare_memory(arguments: argparse.Namespace) -> None:
+    target = dummy_target(arguments.shape)
+    rows = [f"{'segments':>8}  {'planned':>9}  {'measured':>9}  {'s a step':>8}"]
+    print(rows[0], flush=True)
+    for num_partitions in arguments.partitions:
+        planned, measured, seconds = train_on_one_row(target, arguments, num_partitions)
+        held = "-" if measured is None else f"{measured / GIB:.1f} GiB"
+        rows.append(f"{num_partitions:>8}  {planned / GIB:>5.1f} GiB  {held:>9}  {seconds:>8.2f}")
+        print(rows[-1], flush=True)
+    print("\n".join(["", *rows]))
+
+
+def train_on_one_row(
+    target: HFTarget, arguments: argparse.Namespace, num_partitions: int
+) -> tuple[int, int | None, float]:
+    """Bytes planned, bytes held at most (None on a CPU), and the seconds of the fastest step."""
+    length = arguments.length
+    token_ids = np.random.default_rng(0).integers(0, target.vocab_size, length).astype(np.int32)
+    conversations = [Conversation(token_ids, np.arange(length) >= length // 20, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            data=Path(folder),
+            output=Path(folder) / "drafter",
+            num_layers=arguments.num_layers,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            mask_token_id=0,
+            max_length=length,
+            batch_size=1,
+            micro_batch_size=1,
+            num_partitions=num_partitions,
+            num_steps=NUM_MEASURED_STEPS,
+            log_every=1,
+        )
+        check_start(target, config)
+        drafter = starting_drafter(target, config, None)
+        features_of = features_for(target, config, conversations, World())
+        trainer = Trainer(drafter, OBJECTIVES[config.method](drafter, config), features_of, config, RunState(config))
+        planned = estimate(Sizes.of(target, drafter, config), config, 1, num_partitions).total
+        if target.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        times = [time.monotonic()]
+        trainer.train(conversations, lambda step, metrics: times.append(time.monotonic()))
+    seconds = min(end - start for start, end in pairwise(times))
+    return planned, torch.cuda.max_memory_allocated() if target.device.type == "cuda" else None, seconds
+
+
+def compare_settings(arguments: argparse.Namespace) -> None:
+    target = load_target(arguments.target)
+    common = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
+    rows = [f"{'change':<16}  {'loss':>6}  {'replayed':>8}  {'steps/s':>7}  accepted by depth"]
+    for name in arguments.only:
+        config = TrainConfig(
+            data=arguments.data,
+            held_out=arguments.held_out,
+            output=arguments.output / name,
+            max_length=arguments.max_length,
+            batch_size=arguments.batch_size,
+            num_steps=arguments.num_steps,
+            warmup_steps=max(1, arguments.num_steps // 10),
+            save_every=arguments.num_steps,
+            log_every=max(1, arguments.num_steps // 10),
+            **(BASE | common | CHANGES[name]),
+        )
+        if not (config.output / "model.safetensors").exists():
+            train_drafter(target, config, print_metrics)
+        rows.append(_row(name, config.output))
+        print("\n".join(["", *rows, ""]), flush=True)
+
+
+def print_metrics(step: int, metrics: dict[str, Any] | None) -> None:
+    if metrics is not None:
+        print(json.dumps(metrics), flush=True)
+
+
+def _row(name: str, directory: Path) -> str:
+    card = read_card(directory)
+    assert card is not None, "every drafter that is trained here has one"
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "loss" in line][-1]
+    replayed = card.acceptance.get("held_out_replay", {"acceptance_length": float("nan"), "per_position": []})
+    shares = " ".join(f"{share:.3f}" for share in replayed["per_position"])
+    figures = f"{last['loss']:>6.3f}  {replayed['acceptance_length']:>8.3f}  {last['steps_per_second']:>7.2f}"
+    return f"{name:<16}  {figures}  {shares}"
+
+
+if __name__ == "__main__":
+    main()

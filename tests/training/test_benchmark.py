@@ -1,0 +1,46 @@
+"""The benchmark of the training: its tables, on a tiny target."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tiny import tiny_target, write_target
+
+MAIN = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "training.py"))["main"]
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def test_memory_is_planned_for_each_number_of_segments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
+    options = ["--length", "64", "--partitions", "1", "3", "--num-layers", "1"]
+    MAIN(["memory", "--shape", str(tmp_path / "shape.json"), *options])
+    table = [line.split() for line in capsys.readouterr().out.rpartition("\n\n")[2].splitlines()]
+    assert table[0] == ["segments", "planned", "measured", "s", "a", "step"]
+    assert [(row[0], row[2], row[3]) for row in table[1:]] == [("1", "GiB", "-"), ("3", "GiB", "-")]
+
+
+def test_each_change_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_target(tiny_target(), tmp_path / "target")
+    rows = [{"prompt_ids": [5, 6, 7 + n], "answer_ids": list(range(20, 50)), "temperature": 0} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["ablations", "--target", str(tmp_path / "target"), "--data", str(tmp_path / "rows.jsonl")]
+    command += ["--output", str(tmp_path / "out"), "--num-steps", "2", "--batch-size", "2", "--max-length", "40"]
+    MAIN([*command, "--only", "base", "--settings", "num_layers=1"])
+    written = (tmp_path / "out" / "base" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    MAIN([*command, "--only", "base", "retention", "--settings", "num_layers=1"])
+    assert (tmp_path / "out" / "base" / "model.safetensors").stat().st_mtime_ns == written
+    table = capsys.readouterr().out.rstrip().rpartition("\n\n")[2].splitlines()
+    assert [line.split()[0] for line in table] == ["change", "base", "retention"]
+    settings = json.loads((tmp_path / "out" / "retention" / "run" / "settings.json").read_text())
+    assert settings["retention"] == 0.6 and settings["num_layers"] == 1
+    assert all(float(line.split()[2]) >= 1 for line in table[1:]), "acceptance was replayed"
