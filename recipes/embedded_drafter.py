@@ -27,7 +27,7 @@ from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 from peagle.training.config import TrainConfig
 from peagle.training.conversations import read_conversations
-from peagle.training.generation import RegenerationConfig, SynthesisConfig, Until
+from peagle.training.generation import RegenerationConfig, SynthesisConfig, Until, describe_file
 from peagle.training.regeneration import regenerate
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
@@ -87,7 +87,8 @@ def write_training_text(target: HFTarget, arguments: argparse.Namespace) -> None
     )
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
     until = Until(seconds=arguments.seconds, num_tokens=arguments.num_tokens)
-    identity, settings = TargetIdentity.of(target), dataclasses.asdict(config)
+    identity = TargetIdentity.of(target)
+    settings = dataclasses.asdict(config) | {"given": [describe_file(path) for path in arguments.given]}
     with (
         ShardWriter(arguments.work / "data", "synthesize", identity, settings) as writer,
         ShardWriter(arguments.work / "data" / "held_out", "synthesize", identity, settings) as held_out,
@@ -103,10 +104,11 @@ def write_answers(target: HFTarget, arguments: argparse.Namespace) -> None:
     config = RegenerationConfig(
         max_length=arguments.max_length, max_answer_tokens=NUM_ANSWER_TOKENS, max_turns=1, temperatures=(0.0,)
     )
-    identity, settings = TargetIdentity.of(target), dataclasses.asdict(config)
+    identity = TargetIdentity.of(target)
     with Feed(target, max_length=arguments.max_length, max_batch=arguments.max_batch) as feed:
         for name, path in (pair.split("=", 1) for pair in arguments.prompts):
             dialogs = read_dialogs(path, limit=NUM_REPLAYED)
+            settings = config.described(Path(path), limit=NUM_REPLAYED)
             with ShardWriter(arguments.work / f"answers-{name}", "regenerate", identity, settings) as writer:
                 counts = regenerate(feed, writer, dialogs, config)
                 writer.finish()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import time
 
 import pytest
+import torch
 
+from peagle.training.generation import Dialog
 from peagle.training.shards import open_shards
-from peagle.training.synthesis import question_key
+from tiny import tiny_target, write_target
 
 NUM_PROMPTS = 24
 SHORT = ("--max-length", 100, "--max-answer-tokens", 12)
@@ -43,14 +46,17 @@ def rows_of(directory):
     return rows
 
 
-def start_and_kill(argv, lines, num_rows):
-    """Run a command in a process of its own and kill it, as `kill -9` does, once its open shard has so many lines."""
+def start_and_kill(argv, lines, number, mark=b"\n"):
+    """Run a command in a process of its own and kill it, as `kill -9` does, once its open shard has so many lines.
+
+    `mark` is what is counted: in a line of a row, not in one of a drop, there is "ids".
+    """
     code = "from peagle.cli.main import main; main()"
     process = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            if lines.exists() and lines.read_bytes().count(b"\n") >= num_rows:
+            if lines.exists() and lines.read_bytes().count(mark) >= number:
                 os.kill(process.pid, signal.SIGKILL)
                 break
             time.sleep(0.005)
@@ -63,11 +69,11 @@ def start_and_kill(argv, lines, num_rows):
 def test_regenerate_answers_every_prompt_and_inspect_shows_them(peagle, on_target, prompts, tmp_path):
     result = peagle("data", "regenerate", "--prompts", prompts, "--output", tmp_path / "out", *SHORT, *on_target)
     assert result.status == 0, result.err
-    assert "conversations" in result.out and str(NUM_PROMPTS) in result.out and "disk: up to" in result.err
+    assert "conversations" in result.out and str(NUM_PROMPTS) in result.out and "disk: an estimated" in result.err
     assert sorted(rows_of(tmp_path / "out")) == list(range(NUM_PROMPTS))
     shown = peagle("data", "inspect", tmp_path / "out", "--target", on_target[1], "--num-examples", 2)
     assert shown.status == 0 and shown.err == ""
-    for words in ("written by", "regenerate, target target", "trained tokens", "example 2", "[[", "]]", "1, complete"):
+    for words in ("written by", "regenerate, target target", "trained tokens", "row 1", "[[", "]]", "1, complete"):
         assert words in shown.out, words
     document = peagle("data", "inspect", tmp_path / "out", "--target", on_target[1], "--json").json
     assert document["num_conversations"] == NUM_PROMPTS and document["target"]["name"] == "target"
@@ -99,8 +105,35 @@ def test_synthesize_killed_in_the_middle_goes_on_without_loss_or_repetition(peag
     assert result.status == 0 and result.json["num_rows"] == 16
     finished = rows_of(tmp_path / "out")
     assert len(finished) == 16 and saved.items() <= finished.items()
-    asked = {question_key(f"the user asks {n}") for n in range(NUM_PROMPTS)}
+    asked = {Dialog("", [{"role": "user", "content": f"the user asks {n}"}]).key() for n in range(NUM_PROMPTS)}
     assert finished.keys() <= asked, "different prompts of those given"
+
+
+def concise_target(directory):
+    """A random target that ends its texts after a dozen tokens."""
+    target = tiny_target(num_layers=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        # A number that dominates every state, and that only the end token listens to.
+        target.model.get_input_embeddings().weight[:, 0] = 100.0
+        head = target.model.get_output_embeddings().weight
+        head[:, 0] = 0.0
+        head[2, 0] = 0.4
+    return write_target(target, directory)
+
+
+def test_synthesize_killed_while_it_invents_questions_goes_on_without_loss_or_repetition(peagle, tmp_path):
+    limits = ("--num-answers", 30, "--max-length", 160, "--temperatures", 1, "--question-temperature", 1, *QUICK)
+    where = ("--output", tmp_path / "out", "--target", concise_target(tmp_path / "target"), "--dtype", "float32")
+    command = ("data", "synthesize", *limits, "--max-batch", 4, *where)
+    lines = tmp_path / "out" / "shard-00000.jsonl"
+    assert start_and_kill(command, lines, 5, mark=b'"ids"') == -signal.SIGKILL
+    saved, dropped = rows_of(tmp_path / "out"), open_shards(tmp_path / "out").counts()["dropped"]
+    assert 4 <= len(saved) < 30
+    result = peagle(*command, "--json")
+    assert result.status == 0 and result.json["num_rows"] == 30
+    finished = rows_of(tmp_path / "out")
+    assert len(finished) == 30 and saved.items() <= finished.items()
+    assert all(number <= result.json["dropped"][reason] for reason, number in dropped.items())
 
 
 def test_a_full_disk_in_the_middle_is_explained_and_the_same_command_goes_on(peagle, on_target, prompts, tmp_path):
@@ -135,6 +168,24 @@ def test_greedy_answers_are_set_apart_for_measuring(peagle, on_target, prompts, 
     trained, apart = rows_of(tmp_path / "out"), rows_of(tmp_path / "out" / "held_out")
     assert len(trained) + len(apart) == 8 and not trained.keys() & apart.keys()
     assert all(heat == 0 for _, _, heat in apart.values())
+
+
+def test_the_rate_of_a_run_that_goes_on_counts_its_own_answers_alone(peagle, on_target, prompts, tmp_path):
+    limits = ("--max-length", 64, "--keep-cut", "--keep-loops", "--given-share", 1, *QUICK)
+    heats = ("--temperatures", 0, "--num-held-out", 8)
+    output = ("--output", tmp_path / "out", "--json")
+    command = ("data", "synthesize", "--given", prompts, *limits, *heats, *output, *on_target)
+    first, second = (peagle(*command, "--num-answers", number).json for number in (8, 9))
+    num_new = second["num_answer_tokens"] - first["num_answer_tokens"]
+    assert second["tokens_per_second"] * second["seconds"] == pytest.approx(num_new, rel=0.5)
+
+
+def test_given_prompts_that_repeat_are_in_the_final_table(peagle, on_target, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("the user asks\nthe user asks\nthe user asks more\n")
+    limits = ("--num-answers", 1, "--max-length", 64, "--keep-cut", "--given-share", 1, *QUICK)
+    result = peagle("data", "synthesize", "--given", path, *limits, "--output", tmp_path / "out", *on_target)
+    assert result.status == 0 and re.search(r"dropped, prompt: given before\D+1 ", result.out)
 
 
 def test_an_interrupt_keeps_what_is_finished(peagle, on_target, prompts, tmp_path, monkeypatch):
@@ -201,7 +252,7 @@ def test_broken_json_is_refused_with_file_and_line(peagle, tmp_path):
         (("synthesize",), "nothing says when to stop"),
         (("synthesize", "--num-answers", 0), "num_answers must be above 0, got 0"),
         (("synthesize", "--num-answers", 3, "--max-length", 9999), "max_length 9999 exceeds the target's 512"),
-        (("synthesize", "--num-answers", 10**15, "--max-length", 500), "the disk is too small: up to"),
+        (("synthesize", "--num-answers", 10**15, "--max-length", 500), "the disk is too small: an estimated"),
         (("regenerate", "--prompts", "none.jsonl"), "no file at none.jsonl"),
         (("regenerat",), "no command 'data regenerat'"),
     ],

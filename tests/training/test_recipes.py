@@ -1,11 +1,16 @@
 """The recipes that ship: each is one of settings that exist, and says what it is for."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from peagle.config import from_toml
+from peagle.errors import ConfigError
 from peagle.training.config import TrainConfig
+from peagle.training.generation import describe_file
+from peagle.training.shards import read_manifest
+from tiny import tiny_target
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 ABSENT = {"data": Path("data"), "output": Path("drafter")}
@@ -29,3 +34,25 @@ def test_a_recipe_says_how_to_use_it_on_what_how_long_and_what_to_expect(path):
     assert f"peagle train --recipe recipes/{path.name}" in text
     for word in ("# Hardware ", "# Time ", "# Expect "):
         assert word in text
+
+
+def test_the_script_tells_which_prompt_files_were_answered_and_refuses_others(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("embedded_drafter", RECIPES[0].with_name("embedded_drafter.py"))
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    monkeypatch.setattr(recipe, "load_target", lambda name: tiny_target(num_layers=2))
+    monkeypatch.setattr(recipe, "NUM_ANSWER_TOKENS", 4)
+    asked, changed = tmp_path / "asked.txt", tmp_path / "changed.txt"
+    asked.write_text("".join(f"the user asks {number}\n" for number in range(9)))
+    changed.write_text("the user asks something else\n")
+    work = tmp_path / "work"
+    common = ["--work", str(work), "--max-batch", "4", "--max-length", "240", "--num-tokens", "20"]
+    recipe.main(["synthesize", "answer", *common, "--given", str(asked), "--prompts", f"set={asked}"])
+    for directory in (work / "data", work / "data" / "held_out"):
+        assert read_manifest(directory)["settings"]["given"] == [describe_file(asked)]
+    answered = read_manifest(work / "answers-set")["settings"]["prompts"]
+    assert answered == [describe_file(asked) | {"limit": recipe.NUM_REPLAYED}]
+    with pytest.raises(ConfigError, match=r"given was .*asked\.txt.*, is .*changed\.txt"):
+        recipe.main(["synthesize", *common, "--given", str(changed)])
+    with pytest.raises(ConfigError, match=r"prompts was .*asked\.txt.*, is .*changed\.txt"):
+        recipe.main(["answer", *common, "--prompts", f"set={changed}"])

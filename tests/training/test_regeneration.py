@@ -10,7 +10,7 @@ from peagle.engine.feed import Feed
 from peagle.errors import ConfigError, DataError
 from peagle.tokenizer import render_chat
 from peagle.training.generation import Dialog, RegenerationConfig
-from peagle.training.regeneration import check, most_tokens, regenerate, split_turns
+from peagle.training.regeneration import check, estimated_tokens, regenerate, split_turns
 from peagle.training.shard_writer import ShardWriter
 from peagle.training.shards import open_shards
 from peagle.training.turns import following_turn
@@ -234,6 +234,13 @@ def test_bad_settings_are_refused():
         assert words in caught.value.message
 
 
-def test_the_bound_on_tokens_counts_characters_and_answers():
-    dialogs = [dialog("x" * 10, "y" * 10), dialog("z" * 10_000)]
-    assert most_tokens(dialogs, GREEDY) == 20 + 2 * (12 + 64) + 300
+def test_the_estimate_of_tokens_counts_what_is_said_and_the_answers():
+    dialogs = [dialog("x" * 10, ("assistant", "replaced"), "y" * 10), dialog("z" * 10_000)]
+    assert estimated_tokens(dialogs, GREEDY) == 20 + 2 * (12 + 64) + 300
+    first_turns = RegenerationConfig(max_length=300, max_answer_tokens=12, max_turns=1)
+    assert estimated_tokens(dialogs[:1], first_turns) == 10 + 12 + 64
+
+
+def test_the_estimate_of_tokens_holds_where_one_character_is_several_tokens(target, tmp_path):
+    dialogs = [dialog("\N{OWL}" * 40)]
+    assert run(target, tmp_path, dialogs)["num_tokens"] <= estimated_tokens(dialogs, GREEDY)

@@ -236,8 +236,11 @@ def test_a_disk_that_is_full_when_a_shard_is_sealed_loses_nothing(tmp_path):
 
 
 def test_a_disk_too_small_for_the_estimate_is_refused_before_the_start(tmp_path):
-    assert check_disk(tmp_path / "new" / "folder", 1000).startswith("up to 13.7 KiB for 1,000 tokens; ")
-    with pytest.raises(CapacityError, match=r"the disk is too small: up to \d+\.\d GiB for 1,000,000,000,000,000 tok"):
+    estimate = "an estimated 13.7 KiB for 1,000 tokens, counted generously; "
+    assert check_disk(tmp_path / "new" / "folder", 1000).startswith(estimate)
+    with pytest.raises(
+        CapacityError, match=r"the disk is too small: an estimated \d+\.\d GiB for 1,000,000,000,000,000 t"
+    ):
         check_disk(tmp_path, 10**15)
 
 

@@ -11,8 +11,8 @@ from peagle.engine.feed import Feed
 from peagle.errors import ConfigError, DataError, RequestError, TargetError
 from peagle.training.generation import Dialog, Job, SynthesisConfig, Until
 from peagle.training.shard_writer import ShardWriter
-from peagle.training.shards import open_shards
-from peagle.training.synthesis import check, loops, most_tokens, synthesize
+from peagle.training.shards import open_shards, total
+from peagle.training.synthesis import check, estimated_tokens, loops, synthesize
 from tiny import CHATML, tiny_target, tiny_tokenizer
 
 CONFIG = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), temperatures=(0.0, 0.7))
@@ -160,6 +160,31 @@ def test_given_prompts_are_answered_once_each_and_at_their_share(target, tmp_pat
     run(target, tmp_path, generator, config, given=given)
     asked = ["given" if "given prompt" in text else "own" for text in texts(target, tmp_path)]
     assert asked[:7] == ["given", "own", "given", "own", "given", "own", "given"] and asked[7:] == ["own"] * 3
+
+
+def test_given_prompts_that_say_the_same_are_counted_once_over_all_runs_and_another_system_prompt_says_more(
+    target, tmp_path
+):
+    def under(system_prompt, *texts):
+        turns = [{"role": "user", "content": text} for text in texts]
+        return Dialog("file:1", [{"role": "system", "content": system_prompt}, *turns])
+
+    config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), given_share=1.0)
+    given = [prompt("a question"), under("Be kind.", "a question"), under("Be rude.", "a question")]
+    given += [prompt(" a question "), under("Be kind.", "a question"), under("Be kind.", "a question", "and then?")]
+    for num_answers, num_rows in ((1, 1), (5, 3), (5, 3)):
+        generator = ScriptedGenerator(target, [], [answer(n) for n in range(num_answers)])
+        counts = run(target, tmp_path, generator, config, given=given)
+        assert counts["num_rows"] == num_rows and counts["dropped"] == {"prompt: given before": 3}
+    head, tail = "<|im_start|>system\n", "<|im_start|>user\na question<|im_end|>\n<|im_start|>assistant\n"
+    openings = {text.partition(tail)[0] for text in texts(target, tmp_path)}
+    assert openings == {"", f"{head}Be kind.<|im_end|>\n", f"{head}Be rude.<|im_end|>\n"}
+
+
+def test_a_question_that_was_given_is_not_asked_for_a_second_time(target, tmp_path):
+    generator = ScriptedGenerator(target, [spoken(target, "a given question")], [answer()])
+    counts = run(target, tmp_path, generator, given=[prompt("a given question")])
+    assert counts["num_rows"] == 1 and counts["dropped"] == {"question: asked before": 1}
 
 
 def test_of_given_conversations_the_first_turn_is_answered(target, tmp_path):
@@ -320,26 +345,6 @@ def test_a_given_prompt_that_the_template_refuses_is_named_by_its_line(target, t
         on_template(target, NO_SYSTEM, lambda: run(target, tmp_path, ScriptedGenerator(target), config, given=[dialog]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"temperatures": ()}, "temperatures must be 0 or more, got none"),
-        ({"temperatures": (0.5, -1)}, "temperatures must be 0 or more, got 0.5, -1"),
-        ({"question_temperature": -1.0}, "question_temperature must be 0 or more"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"given_share": 2}, "given_share must be between 0 and 1"),
-        ({"system_prompts": ()}, "system_prompts is empty"),
-        ({"num_held_out": 3, "temperatures": (1.0,)}, "temperatures [1.0] has no 0"),
-        ({"max_length": 4}, "max_length must be at least 8, got 4"),
-        ({"min_answer_tokens": 0}, "min_answer_tokens must be at least 1"),
-    ],
-)
-def test_bad_settings_are_refused(settings, words):
-    with pytest.raises(ConfigError) as caught:
-        SynthesisConfig(**settings)
-    assert words in caught.value.message
-
-
 def test_an_end_must_be_named_and_be_possible(target):
     with pytest.raises(ConfigError, match="nothing says when to stop"):
         Until()
@@ -349,7 +354,19 @@ def test_an_end_must_be_named_and_be_possible(target):
         check(target, SynthesisConfig(max_length=513))
     with pytest.raises(ConfigError, match=r"max_length 40 leaves no room for a question: .* takes \d+ tokens"):
         check(target, SynthesisConfig(max_length=40, system_prompts=("", "Be brief, and then some more.")))
-    assert most_tokens(target, CONFIG, Until(num_answers=10, num_tokens=10**9)) == 11 * 120
+
+
+def test_the_estimate_is_of_what_is_still_to_be_written(target):
+    nothing = total([])
+    assert estimated_tokens(target, CONFIG, Until(num_answers=10, num_tokens=10**9), nothing) == 11 * 120
+    assert estimated_tokens(target, CONFIG, Until(num_tokens=1000), nothing) == 2000 + 120
+    written = nothing | {"num_rows": 4, "num_tokens": 470, "num_answer_tokens": 300}
+    assert estimated_tokens(target, CONFIG, Until(num_answers=10), written) == 7 * 120
+    assert estimated_tokens(target, CONFIG, Until(num_tokens=1000), written) == 1400 + 120
+    assert estimated_tokens(target, CONFIG, Until(num_answers=3), written) == 120, "there is enough"
+    # Seconds are those of the run, whatever others have written.
+    seconds = Until(seconds=2)
+    assert estimated_tokens(target, CONFIG, seconds, written) == estimated_tokens(target, CONFIG, seconds, nothing)
 
 
 def test_loops_are_repetitions_at_the_end_and_nothing_else():

@@ -83,6 +83,8 @@ class Inspect:
     """directory of shards, or file of conversations"""
     num_examples: int = 3
     """conversations to show"""
+    rows: tuple[int, ...] = ()
+    """show these instead, by number: lines of a file or rows of the shards, as `peagle train` names them"""
     num_top_tokens: int = 20
     """of the most frequent trained tokens, how many to show"""
     json: bool = False
@@ -126,13 +128,13 @@ def synthesize(argv: list[str]) -> int:
     from peagle.training import synthesis
 
     synthesis.check(target, config)
-    check_room(arguments.output, synthesis.most_tokens(target, config, until))
+    check_room(arguments.output, synthesis.estimated_tokens(target, config, until, written_counts(arguments.output)))
     with contextlib.ExitStack() as stack:
         open_writer = writer_factory(target, "synthesize", settings)
         writer = stack.enter_context(open_writer(arguments.output))
         held_out = stack.enter_context(open_writer(arguments.output / HELD_OUT_NAME)) if config.num_held_out else None
-        report = Report(until, writer.counts["num_answer_tokens"])
         counts = synthesis.counts_of(writer, held_out)
+        report = Report(until, counts["num_answer_tokens"])
         if not until.is_reached(counts):
             with report.running(target, config.max_length, arguments.max_batch) as feed:
                 counts = synthesis.synthesize(feed, writer, held_out, config, until, given, report.update)
@@ -160,8 +162,13 @@ def inspect(argv: list[str]) -> int:
     from peagle.targets.load import load_tokenizer
     from peagle.training.inspection import inspect as inspect_data
 
-    options = {"num_examples": arguments.num_examples, "num_top_tokens": arguments.num_top_tokens}
-    document = inspect_data(arguments.data, load_tokenizer(arguments.target), **options)
+    document = inspect_data(
+        arguments.data,
+        load_tokenizer(arguments.target),
+        num_examples=arguments.num_examples,
+        num_top_tokens=arguments.num_top_tokens,
+        rows_shown=arguments.rows,
+    )
     if arguments.json:
         print(json.dumps(document))
     else:
@@ -185,7 +192,8 @@ def answer_dialogs(
     from peagle.training import regeneration
 
     regeneration.check(target, dialogs, config)
-    check_room(output, regeneration.most_tokens(dialogs, config))
+    num_written = written_counts(output)["num_tokens"]
+    check_room(output, max(regeneration.estimated_tokens(dialogs, config) - num_written, 0))
     with writer_factory(target, "regenerate", settings)(output) as writer:
         report = Report(Until(num_answers=len(dialogs)), writer.counts["num_answer_tokens"])
         counts = writer.counts
@@ -260,11 +268,19 @@ def writer_factory(target: "HFTarget", kind: str, settings: dict[str, Any]) -> "
     return lambda directory: ShardWriter(directory, kind, identity, settings, accelerator=accelerator(target))
 
 
-def check_room(output: Path, num_tokens: int) -> None:
-    from peagle.training.shards import check_disk, is_shard_directory, open_shards
+def written_counts(output: Path) -> dict[str, Any]:
+    """The counts of what earlier runs have left in an output, what is set apart included."""
+    from peagle.training.shards import is_shard_directory, open_shards, total
 
-    num_written = open_shards(output).counts()["num_tokens"] if is_shard_directory(output) else 0
-    log.info("disk: %s", check_disk(output, max(num_tokens - num_written, 0)))
+    directories = filter(is_shard_directory, (output, output / HELD_OUT_NAME))
+    return total(open_shards(directory).counts() for directory in directories)
+
+
+def check_room(output: Path, num_tokens: int) -> None:
+    """Say what so many more tokens will take, by an estimate, and refuse a disk that has less."""
+    from peagle.training.shards import check_disk
+
+    log.info("disk: %s", check_disk(output, num_tokens))
 
 
 def show_counts(output: Path, counts: dict[str, Any], report: Report, as_json: bool) -> None:

@@ -6,6 +6,7 @@ torch nor numpy, so the command line can be made from its settings.
 
 import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,17 @@ class Dialog(NamedTuple):
     where: str
     """"FILE:LINE", for messages about it"""
     messages: Sequence[dict[str, Any]]
+
+    def first_turn(self) -> "Dialog":
+        """What is said up to and with the user's first message, without what an assistant said before it."""
+        end = next(index for index, message in enumerate(self.messages) if message["role"] == "user") + 1
+        return Dialog(self.where, [message for message in self.messages[:end] if message["role"] != "assistant"])
+
+    def key(self) -> int:
+        """The same for dialogs that say the same, in all their messages. A question alone has the key of its words."""
+        said = [message | {"content": message["content"].strip()} for message in self.messages]
+        is_question = len(said) == 1 and said[0].keys() == {"role", "content"} and said[0]["role"] == "user"
+        return drawn_number(said[0]["content"] if is_question else json.dumps(said, sort_keys=True))
 
 
 @dataclass(frozen=True)

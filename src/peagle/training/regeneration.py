@@ -20,7 +20,7 @@ from peagle.training.turns import answer_end, following_turn, opening_text
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-TEMPLATE_TOKENS = 64  # what a chat template adds to a turn, generously
+TEMPLATE_TOKENS = 64  # what a chat template adds to a turn, by a generous estimate
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -81,16 +81,18 @@ def check(target: "HFTarget", dialogs: Sequence[Dialog], config: RegenerationCon
             raise DataError(error.message, hint="--max-turns 1 answers the first turn of each alone") from error
 
 
-def most_tokens(dialogs: Sequence[Dialog], config: RegenerationConfig) -> int:
-    """A bound on the tokens that will be in the output: a token has at least one character."""
-    return sum(
-        min(
-            config.max_length,
-            sum(len(message["content"]) for message in dialog.messages)
-            + len(split_turns(dialog, config.max_turns)) * (config.max_answer_tokens + TEMPLATE_TOKENS),
-        )
-        for dialog in dialogs
-    )
+def estimated_tokens(dialogs: Sequence[Dialog], config: RegenerationConfig) -> int:
+    """A generous estimate of the tokens that will be in the output.
+
+    A token is taken for one byte of UTF-8, because a rare character may be as many tokens as it has bytes. No bound: a
+    template may say more than `TEMPLATE_TOKENS` by itself, and some tokenizers spell single characters out.
+    """
+    sizes = []
+    for dialog in dialogs:
+        turns = split_turns(dialog, config.max_turns)
+        num_bytes = sum(len(message["content"].encode()) for said in turns for message in said)
+        sizes.append(num_bytes + len(turns) * (config.max_answer_tokens + TEMPLATE_TOKENS))
+    return sum(min(size, config.max_length) for size in sizes)
 
 
 class _Regeneration:

@@ -143,11 +143,15 @@ def check_target(directory: Path, target: "HFTarget") -> None:
 
 
 def check_disk(directory: Path, num_tokens: int) -> str:
-    """A sentence on the room that so many tokens need; a disk that has less is refused before anything is written."""
+    """A sentence on the room that so many tokens need; a disk that has less is refused before anything is written.
+
+    An estimate: keys of short rows and of what is dropped come on top. A disk that gets full loses nothing.
+    """
     needed = num_tokens * BYTES_PER_TOKEN + min(num_tokens, SHARD_TOKENS) * LINE_BYTES_PER_TOKEN
     place = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
-    estimate = f"up to {_size(needed)} for {num_tokens:,} tokens; {_size(free)} are free at {directory}"
+    counted = f"an estimated {_size(needed)} for {num_tokens:,} tokens, counted generously"
+    estimate = f"{counted}; {_size(free)} are free at {directory}"
     if needed > free:
         raise CapacityError(
             f"the disk is too small: {estimate}", hint="ask for less, shorten max_length, or give another output"

@@ -43,6 +43,7 @@ LOOP_TOKENS = 32
 FIRST_ANSWERS = 64  # after which a look is taken at what becomes of them
 FRUITLESS_QUESTIONS = 512  # after which a target that gets nothing to answer is given up
 GPU_RATE, CPU_RATE = 500_000, 10_000  # tokens a second that no machine we know of exceeds
+ROW_TOKENS = 2  # tokens of a row to each answer token; more only where the prompt is longer than its answer
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -67,8 +68,9 @@ def synthesize(
     """Write rows until `until` says so, and return the counts over both writers and all runs.
 
     `held_out` takes the first `config.num_held_out` greedy answers. Of `given` prompts the first turn is answered.
-    Dropped and counted by reason: questions that are cut, short, loop or were asked before, prompts that fill more
-    than half a row, and answers that are cut, short or loop. `on_progress` gets the counts whenever they change.
+    Dropped and counted by reason: questions that are cut, short, loop or were asked before, prompts that were given
+    before or fill more than half a row, and answers that are cut, short or loop. `on_progress` gets the counts whenever
+    they change.
     """
     work = _Synthesis(generator, writer, held_out, config, until, given)
     for answers in generator.run(work.next_jobs):
@@ -88,15 +90,20 @@ def check(target: "HFTarget", config: SynthesisConfig) -> None:
     _openings(target.tokenizer, config)
 
 
-def most_tokens(target: "HFTarget", config: SynthesisConfig, until: Until) -> int:
-    """A bound on the tokens that will be in the output, prompts included."""
-    rate = GPU_RATE if target.device.type == "cuda" else CPU_RATE
-    bounds = (
-        (until.num_answers, config.max_length),
-        (until.num_tokens, 2),  # prompts fill at most half a row
-        (until.seconds, rate),
-    )
-    return int(min(number * tokens for number, tokens in bounds if number is not None)) + config.max_length
+def estimated_tokens(target: "HFTarget", config: SynthesisConfig, until: Until, written: dict[str, Any]) -> int:
+    """A generous estimate of the tokens still to be written, prompts included, where `written` counts what there is.
+
+    A number of answers makes it a bound. Otherwise prompts of half a row with short answers may exceed it: a bound that
+    allows for them is many times the usual, and would refuse disks that have room.
+    """
+    estimates = []
+    if until.num_answers is not None:
+        estimates.append((until.num_answers - written["num_rows"]) * config.max_length)
+    if until.num_tokens is not None:
+        estimates.append((until.num_tokens - written["num_answer_tokens"]) * ROW_TOKENS)
+    if until.seconds is not None:
+        estimates.append(int(until.seconds * (GPU_RATE if target.device.type == "cuda" else CPU_RATE)))
+    return max(min(estimates), 0) + config.max_length
 
 
 class _Synthesis:
@@ -120,7 +127,9 @@ class _Synthesis:
         # A new run draws other numbers, else it would write the questions of the first one once more.
         self._chance = random.Random(f"{config.seed}/{writer.num_runs}")
         self._seen = writer.keys | (held_out.keys if held_out else set())
-        self._given = deque(_unanswered(given, self._seen))
+        unanswered, repeated = _unanswered(given, self._seen)
+        self._given = deque(unanswered)
+        writer.append((), repeated)
         self._ready: deque[tuple[int, Dialog]] = deque()
         self._num_begun = self._num_given = 0
         self._outcomes: Counter[str] = Counter()
@@ -270,7 +279,8 @@ class _Synthesis:
         spoken = [list(answer.token_ids[: len(answer.token_ids) - answer.is_ended]) for answer in questions]
         texts = self._tokenizer.batch_decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for answer, words, text in zip(questions, spoken, map(str.strip, texts), strict=True):
-            key = question_key(text)
+            question = Dialog("a question", ({"role": "user", "content": text},))
+            key = question.key()
             if not answer.is_ended:
                 drops.append(Drop("question: cut"))
             elif len(text) < SHORTEST_QUESTION:
@@ -281,7 +291,7 @@ class _Synthesis:
                 drops.append(Drop("question: asked before"))
             else:
                 self._seen.add(key)
-                self._ready.append((key, Dialog("a question", ({"role": "user", "content": text},))))
+                self._ready.append((key, question))
         self._drop_questions(drops)
 
     def _fault(self, token_ids: TokenIds, is_ended: bool) -> str | None:
@@ -294,10 +304,6 @@ class _Synthesis:
 
 def _by_reason(outcomes: Counter[str]) -> str:
     return ", ".join(f"{reason} ({number})" for reason, number in outcomes.most_common() if number)
-
-
-def question_key(text: str) -> int:
-    return drawn_number(text)
 
 
 def loops(token_ids: TokenIds) -> bool:
@@ -346,14 +352,21 @@ def _openings(
     return openings
 
 
-def _unanswered(given: Sequence[Dialog], seen: set[int]) -> list[tuple[int, Dialog]]:
-    """The first turn of each given prompt, without those answered before and without repetitions."""
+def _unanswered(given: Sequence[Dialog], seen: set[int]) -> tuple[list[tuple[int, Dialog]], list[Drop]]:
+    """The first turn of each given prompt that no earlier run is done with, and repetitions that none has counted.
+
+    Every repetition has a key of its own: with the prompt's, a later run would take the prompt itself for done.
+    """
     prompts: dict[int, Dialog] = {}
-    for dialog in given:
-        users = [index for index, message in enumerate(dialog.messages) if message["role"] == "user"]
-        messages = [message for message in dialog.messages[: users[0] + 1] if message["role"] != "assistant"]
-        key = question_key(messages[-1]["content"].strip())
-        if key not in seen:
-            prompts.setdefault(key, Dialog(dialog.where, messages))
+    repeated: list[Drop] = []
+    times: Counter[int] = Counter()
+    for dialog in map(Dialog.first_turn, given):
+        key = dialog.key()
+        times[key] += 1
+        repetition = drawn_number("given before", key, times[key])
+        if times[key] > 1 and repetition not in seen:
+            repeated.append(Drop("prompt: given before", repetition))
+        elif times[key] == 1 and key not in seen:
+            prompts[key] = dialog
     seen.update(prompts)
-    return list(prompts.items())
+    return list(prompts.items()), repeated
