@@ -170,6 +170,13 @@ def _require_turns(value: Any, where: str, key: str) -> list[dict[str, Any]]:
 def _require_object(path: Path, line_number: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{place(path, line_number)}: a row must be a JSON object, found {describe(value)}")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON may name surrogates one by one, which no text has
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise DataError(
+            f"{place(path, line_number)}: {half} is half of a character", hint="write the text again, as UTF-8"
+        ) from error
     return value
 
 

@@ -146,6 +146,7 @@ def test_bad_rows_are_refused_with_file_line_reason_and_remedy(tmp_path, row, me
         (b'{"a": 1}\n{"a": \n', ":1: not a conversation; keys found: a"),
         (b'\n{"prompt": "q" "answer"', ":2: not valid JSON: Expecting ',' delimiter at column 16: '\"answer\"'"),
         (b"17\n", ":1: a row must be a JSON object, found a number (17)"),
+        (b'{"prompt": "a\\ud83d", "answer": "b"}\n', ":1: \\ud83d is half of a character"),
         (b'{"prompt": "\xff"}\n', ":1: not UTF-8 text: byte 0xff at column 13"),
         (b'[\n{"prompt_ids": [1], "answer_ids": [2]},\n{"x": 1}]', ":3: not a conversation; keys found: x"),
         (b'[\n{"prompt_ids": [1], "answer_ids": [2]}\n', "expected ',' or ']' after a row, found the end of the file"),
