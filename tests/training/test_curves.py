@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from peagle.training.curves import TensorBoard, plot
+from peagle.training.curves import TensorBoard, drawn, plot
 
 LINES = [
     {"step": 20, "loss": 5.0, "accuracy_by_depth": [0.1, 0.0], "learning_rate": 1e-3, "steps_per_second": 3.0},
@@ -51,7 +51,47 @@ def test_what_a_killed_process_showed_of_steps_that_are_run_again_is_purged(tmp_
 @pytest.mark.parametrize("lines", [LINES, LINES[:1], LINES[1:]])
 def test_the_picture_is_written(tmp_path, lines):
     assert plot(lines, tmp_path / "curves.png", "a drafter")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    written = (tmp_path / "curves.png").read_bytes()
+    assert written.startswith(b"\x89PNG")
+    assert int.from_bytes(written[16:20], "big") == 13 * 130, "as wide as three panels"
+
+
+def curves_of(axes):
+    """The points of each curve, by step."""
+    return [list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
+
+
+def test_the_picture_has_the_curves_of_loss_accuracy_and_acceptance():
+    later = {"step": 40, "replay": {"acceptance_length": 1.7, "per_position": [0.5, 0.2], "num_drafts": 10}}
+    figure = drawn([*LINES, later], "a drafter")
+    loss, accuracy, replay = figure.axes
+    assert figure.get_suptitle() == "a drafter"
+    assert [axes.get_title() for axes in figure.axes] == [
+        "loss, mean over labels",
+        "agrees with the target's likeliest token, by depth",
+        "acceptance length, replayed on held-out answers",
+    ]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"optimizer step"}
+    assert curves_of(loss) == [[(20, 5.0), (40, 3.0)]]
+    assert curves_of(accuracy) == [[(20, 0.1), (40, 0.4)], [(20, 0.0), (40, 0.2)]]
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["0", "1"], "depths"
+    assert curves_of(replay) == [[(20, 1.2), (40, 1.7)]]
+    assert [text.get_text() for text in replay.texts] == ["1.70"], "the last one as a number"
+    for axes in figure.axes:
+        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+        points = [point for curve in curves_of(axes) for point in curve]
+        assert all(left <= step <= right and bottom <= value <= top for step, value in points), "nothing is cut off"
+
+
+def test_a_single_line_is_drawn_as_points_that_can_be_seen():
+    loss, accuracy, _ = drawn(LINES[:1], "a drafter").axes
+    assert [line.get_marker() for axes in (loss, accuracy) for line in axes.get_lines()] == ["o"] * 3
+
+
+def test_without_held_out_conversations_the_third_panel_says_so():
+    *_, replay = drawn([LINES[0], LINES[2]], "a drafter").axes
+    assert curves_of(replay) == []
+    assert [text.get_text() for text in replay.texts] == ["no held-out conversations"]
 
 
 def test_a_run_without_a_line_has_no_picture(tmp_path):

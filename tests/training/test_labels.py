@@ -83,6 +83,14 @@ def test_chunks_of_a_gpu_have_one_shape_that_holds_a_gibibyte_of_logits(vocab_si
     assert (shape.num_labels, shape.is_fixed) == (num_labels, True)
 
 
+def test_columns_of_the_whole_vocabulary_take_no_more_logits_than_the_labels_of_a_chunk():
+    shape = ChunkShape.of(settings(), 8192)
+    assert shape.num_labels == 65536
+    assert shape.num_whole_columns(8192, 151936) == 3533, "2**29 / 151936"
+    assert shape.num_whole_columns(8192, 8192) == 65536
+    assert ChunkShape(64, 40).num_whole_columns(2, 288) == 1, "one at a time if no more would fit"
+
+
 @given(listings())
 def test_chunks_of_a_fixed_shape_are_full_even_where_labels_are_few_or_none(listing):
     labels = list_labels(*listing, ChunkShape(16, 8, is_fixed=True))

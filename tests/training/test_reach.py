@@ -6,6 +6,7 @@ import torch
 from packed import NUM_DRAFT_TOKENS, labels_of, packed_batch, settings
 from peagle.errors import ConfigError
 from peagle.training.features import Features
+from peagle.training.labels import ChunkShape
 from peagle.training.p_eagle import ParallelObjective
 from peagle.training.reach import num_departures, reached
 from tiny import tiny_drafter, tiny_target
@@ -39,8 +40,8 @@ def reached_only(batch, features, columns_at_a_time=4096):
     return batch._replace(parts=parts)
 
 
-def new_drafter(target):
-    drafter = tiny_drafter(target, num_layers=2, num_draft_tokens=NUM_DRAFT_TOKENS)
+def new_drafter(target, **switches):
+    drafter = tiny_drafter(target, num_layers=2, num_draft_tokens=NUM_DRAFT_TOKENS, **switches)
     drafter._target_embedding = drafter._target_embedding.double()
     return drafter.double().requires_grad_(True)
 
@@ -94,6 +95,31 @@ def test_in_greedy_text_every_label_is_reached(target):
     features = features_that_follow(target, batch, 1.1)
     every, kept = (learned(drafter, batch, features, labels=labels) for labels in ("all", "reached"))
     assert every[0] == kept[0] and all(map(torch.equal, every[2], kept[2]))
+
+
+class CountingHead:
+    """Logits as they are; remembers how many columns were asked for at a time."""
+
+    def __init__(self):
+        self.nums_columns = []
+
+    def __call__(self, hidden):
+        self.nums_columns.append(len(hidden))
+        return hidden
+
+
+@pytest.mark.parametrize("draft_vocab_size", [288, 100, 8, 2])
+def test_judging_a_whole_vocabulary_takes_no_more_logits_than_a_chunk_of_a_small_one(target, draft_vocab_size):
+    drafter, shape = new_drafter(target, draft_vocab_size=draft_vocab_size), ChunkShape(64, 40)
+    batch = packed_batch()._replace(chunk_shape=shape)
+    features = features_that_follow(target, batch, 0.6)._replace(head=CountingHead())
+    found = ParallelObjective(drafter, settings(labels="reached"))._parts(batch, features)
+    sizes = features.head.nums_columns
+    assert max(sizes) * target.vocab_size <= max(shape.num_labels * draft_vocab_size, target.vocab_size)
+    assert len(set(sizes)) == 1, "one shape, for which kernels are chosen or compiled once"
+    assert sum(sizes) - batch.token_ids_BT.numel() < len(sizes), "hardly any column is judged twice"
+    kept = reached_only(batch, features)
+    assert torch.equal(found[0].labels.weight_N, kept.labels.weight_N)
 
 
 def test_eagle3_has_no_such_choice():

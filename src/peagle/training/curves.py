@@ -9,9 +9,12 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle.training.resume import RunState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +79,18 @@ def scalars(line: Line) -> dict[str, float]:
 
 def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
     """Draw loss, accuracy by depth and replayed acceptance length against the step; False where nothing was drawn."""
-    losses = [line for line in lines if "loss" in line]
-    if not losses or not _has("matplotlib", f"{path.name} is not drawn"):
+    if not any("loss" in line for line in lines) or not _has("matplotlib", f"{path.name} is not drawn"):
         return False
+    drawn(lines, title).savefig(path, dpi=130)
+    return True
+
+
+def drawn(lines: Sequence[Line], title: str) -> "Figure":
+    """The picture of lines of which at least one has a loss: three panels."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    losses = [line for line in lines if "loss" in line]
     figure = Figure(figsize=(13, 4), layout="constrained")
     loss_axes, accuracy_axes, replay_axes = figure.subplots(1, 3)
     steps = [line["step"] for line in losses]
@@ -113,8 +122,7 @@ def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
         axes.grid(True, color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    return True
+    return figure
 
 
 def _has(package: str, otherwise: str) -> bool:

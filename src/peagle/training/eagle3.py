@@ -62,15 +62,19 @@ class UnrolledObjective:
         start_BS: Tensor | None = None,
     ) -> Tensor:
         """Final normed states of the slots."""
-        config, num_anchors = self.config, token_ids_BT.shape[1]
-        cod = (config.retention, config.retention_floor)
-        most = [0] + [max_num_slots(num_anchors, depth + 1, *cod) for depth in range(config.num_draft_tokens)]
-        sizes = [-(-(after - before) // SLOT_MULTIPLE) * SLOT_MULTIPLE for before, after in pairwise(most)]
+        sizes = slots_by_depth(self.config, token_ids_BT.shape[1])
         slots = Slots(anchor_BS, depth_BS, start_BS)
         fused_BTD = self.drafter.fuse(aux_hidden_BTA)
         return unrolled_states(
-            self.drafter, token_ids_BT, fused_BTD, slots, sizes, checkpoints=config.checkpoint_activations
+            self.drafter, token_ids_BT, fused_BTD, slots, sizes, checkpoints=self.config.checkpoint_activations
         )
+
+
+def slots_by_depth(config: TrainConfig, num_anchors: int) -> list[int]:
+    """Slots of each depth's pass, which are as many in every batch; rows have at most so many."""
+    cod = (config.retention, config.retention_floor)
+    most = [0] + [max_num_slots(num_anchors, depth + 1, *cod) for depth in range(config.num_draft_tokens)]
+    return [-(-(after - before) // SLOT_MULTIPLE) * SLOT_MULTIPLE for before, after in pairwise(most)]
 
 
 def unrolled_states(

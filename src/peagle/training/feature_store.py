@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 FORMAT = "peagle-features-1"
 SHARD_BYTES = 2**30
 GIB = 2**30
+SECONDS_BETWEEN_LINES = 30
 
 
 class States(NamedTuple):
@@ -132,7 +134,11 @@ class FeatureStore:
         packing = Packing(lengths, self.max_length, seed=0)
         starts = np.cumsum(lengths) - lengths
         flat: States | None = None
+        said = time.monotonic()
         for first in range(0, packing.num_rows, rows_at_once):
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                log.info("features: file %d of %d, row %d of %d", number + 1, self.num_shards, first, packing.num_rows)
             # The last group repeats its last row, so that all groups have one shape.
             rows = [packing.documents(0, min(row, packing.num_rows - 1)) for row in range(first, first + rows_at_once)]
             packed = [[self.conversations[own.start + document] for document in row] for row in rows]

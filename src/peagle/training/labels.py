@@ -39,6 +39,10 @@ class ChunkShape(NamedTuple):
         num_judges = _round_up(int(num_labels / labels_per_judge * JUDGE_SPARE), LABEL_MULTIPLE)
         return cls(num_labels, num_judges, vocab_size is not None)
 
+    def num_whole_columns(self, draft_vocab_size: int, vocab_size: int) -> int:
+        """Columns of the target's vocabulary whose logits take no more than the labels' of the draft vocabulary."""
+        return max(1, self.num_labels * draft_vocab_size // vocab_size)
+
 
 class Labels(NamedTuple):
     """Labels of some rows. Those past the real ones, which fill up a chunk, weigh 0 and point at the first slot."""

@@ -89,7 +89,9 @@ class ParallelObjective:
         """The batch's segments with those of their labels that the settings want learned."""
         if self.config.labels == "all":
             return batch.parts
-        departures_BT = num_departures(batch.token_ids_BT, features, batch.chunk_shape.num_labels)
+        vocabularies = (self.drafter.config.draft_vocab_size, self.drafter.config.vocab_size)
+        columns_at_a_time = batch.chunk_shape.num_whole_columns(*vocabularies)
+        departures_BT = num_departures(batch.token_ids_BT, features, columns_at_a_time)
         return [Part(segment, reached(labels, departures_BT)) for segment, labels in batch.parts]
 
     @torch.no_grad()

@@ -1,9 +1,10 @@
 """How much memory a step needs, and with it how many rows go through at once and in how many segments.
 
-The estimate counts tensors. What a compiled layer keeps for its backward pass is known: a test asks torch for it, and
-the numbers of values below are its answer. A step has phases, and the fullest one decides:
+The estimate counts tensors; those of the drafter's passes are in `activations.py`. A step has phases, and the fullest
+one decides:
 
     target      weights, optimizer, the target's states and what one of its layers needs in passing
+    masks       the target's states and what P-EAGLE's masks need while they are made, if there are any
     loss        what the drafter keeps for the backward pass, and the logits of one chunk of labels
     backward    the same with the gradients of one layer's activations in place of the logits
     update      weights, optimizer and all gradients
@@ -22,14 +23,12 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.targets.hf import HFTarget
-from peagle.training.batches import SLOT_MULTIPLE
-from peagle.training.cod import max_num_slots
+from peagle.training.activations import parallel_activations, unrolled_activations
 from peagle.training.config import TrainConfig
 from peagle.training.distributed import World, can_spread
 from peagle.training.features import is_worth_capturing
 from peagle.training.labels import ChunkShape
 from peagle.training.objective import is_compiled
-from peagle.training.partition import segment_size
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,8 @@ USABLE = 0.94  # of the device's memory; the rest is lost between blocks of the 
 MOST_PARTITIONS = 64
 GIB = 2**30
 ALONE = World()
+CHUNK_BYTES = {"ce": 4 * 5 + 1, "kl": 4 * 8, "kl+ce": 4 * 8 + 1}
+"""a logit, in a loss that is not compiled: its tensors of float32 at once, and one that marks the choices"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Sizes:
     """parameters of one layer of the drafter, the largest"""
     value_bytes: int
     """of an activation"""
+    matrix_parameters: int = 0
+    """parameters that Muon would train"""
     target_is_captured: bool = False
     """its pass is recorded as a graph, which keeps the memory of its activations"""
     num_processes: int = 1
@@ -80,6 +83,11 @@ class Sizes:
             num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
             layer_parameters=max(sum(part.numel() for part in layer.parameters()) for layer in drafter.layers),
             value_bytes=2 if target.dtype in (torch.bfloat16, torch.float16) else 4,
+            matrix_parameters=sum(
+                parameter.numel()
+                for name, parameter in drafter.named_parameters()
+                if parameter.dim() == 2 and name.startswith(("layers.", "fc."))
+            ),
             target_is_captured=is_compiled(config, target.device) and is_worth_capturing(target) and not layers,
             num_processes=world.size,
             shards_layers=world.shards_layers(config),
@@ -109,43 +117,44 @@ class Estimate:
         )
 
 
-def saved_values(drafter: DrafterConfig, index: int) -> int:
-    """Values a slot that a compiled layer keeps for its backward pass, the state that enters it included.
-
-    The state, what attention reads (the first layer also the embedding), query and output of attention, the state
-    between, its norm, and three of the width of the gated layer. Keys and values are counted by the caller.
-    """
-    width, inner = drafter.hidden_size, drafter.num_heads * drafter.head_dim
-    read = 3 * width if index == 0 else width  # embedding, and both halves of what attention reads
-    return width + read + 2 * inner + 2 * width + 3 * drafter.intermediate_size
-
-
 def estimate(sizes: Sizes, config: TrainConfig, micro_batch_size: int, num_partitions: int) -> Estimate:
     """What a step needs at most."""
+    found = phases(sizes, config, micro_batch_size, num_partitions)
+    fullest = max(found, key=lambda name: sum(found[name].values()))
+    return Estimate(micro_batch_size, num_partitions, fullest, found[fullest])
+
+
+def phases(sizes: Sizes, config: TrainConfig, micro_batch_size: int, num_partitions: int) -> dict[str, dict[str, int]]:
+    """Bytes by part in each phase of a step."""
     weights, gradients = _weights(sizes, config)
     tokens = micro_batch_size * config.max_length
     value, width = sizes.value_bytes, sizes.target_width
-    num_aux = len(sizes.drafter.aux_layer_ids)
+    drafter, num_aux = sizes.drafter, len(sizes.drafter.aux_layer_ids)
     states = tokens * value * (num_aux + 1) * width
     if sizes.keeps_all_logits:
-        states += tokens * value * (sizes.drafter.vocab_size - width)
-    activations, transient = _drafter_activations(sizes, config, micro_batch_size, num_partitions)
+        states += tokens * value * (drafter.vocab_size - width)
     accumulates = num_partitions > 1 or micro_batch_size * sizes.num_processes < config.batch_size
     before = gradients if accumulates else 0
+    # The loss leaves the gradients of an own head behind.
+    head_gradients = before or (4 * drafter.draft_vocab_size * drafter.hidden_size if drafter.head == "own" else 0)
     # A layer's own are made beside those they are added to.
-    layer_gradients = before + 4 * sizes.layer_parameters
+    layer_gradients = head_gradients + 4 * sizes.layer_parameters
     # The aux states lie beside each other for a moment before they are joined.
     passing = tokens * value * (sizes.target_transient_values + num_aux * width) if config.features == "online" else 0
     kept = {"target states": states, "target activations": passing if sizes.target_is_captured else 0}
-    phases: dict[str, dict[str, int]] = {
+    activations = unrolled_activations if config.method == "eagle3" else parallel_activations
+    own = activations(sizes, config, micro_batch_size, num_partitions)
+    masks = {"attention masks": own.masks}
+    return {
         "target": weights | {"gradients": before, "target states": states, "target activations": passing},
+        "masks": weights | {"gradients": before, **kept, "attention masks": own.masks_in_making},
         "loss": weights
-        | {"gradients": before, **kept, "drafter activations": activations, "logits chunk": _logits(sizes, config)},
-        "backward": weights | {"gradients": layer_gradients, **kept, "drafter activations": activations + transient},
+        | {"gradients": head_gradients, **kept, "drafter activations": own.kept, **masks}
+        | {"logits chunk": _logits(sizes, config)},
+        "backward": weights
+        | {"gradients": layer_gradients, **kept, "drafter activations": own.kept + own.in_passing, **masks},
         "update": weights | {"gradients": gradients, **kept},
     }
-    fullest = max(phases, key=lambda name: sum(phases[name].values()))
-    return Estimate(micro_batch_size, num_partitions, fullest, phases[fullest])
 
 
 def plan(sizes: Sizes, config: TrainConfig, room: int) -> Estimate:
@@ -229,57 +238,22 @@ def _weights(sizes: Sizes, config: TrainConfig) -> tuple[dict[str, int], int]:
         spread = layers - layers // sizes.num_processes
         drafter = drafter - spread + sizes.layer_parameters
         target -= sizes.target_spread - sizes.target_spread // sizes.num_processes - sizes.target_layer
-    moments = 8 * drafter - (4 * layers if config.optimizer == "muon" else 0)
+    moments = 8 * drafter - (4 * sizes.matrix_parameters if config.optimizer == "muon" else 0)
     return {"target weights": target, "drafter weights": 4 * drafter, "optimizer": moments}, 4 * drafter
 
 
-def _drafter_activations(
-    sizes: Sizes, config: TrainConfig, micro_batch_size: int, num_partitions: int
-) -> tuple[int, int]:
-    """Bytes that are kept for the backward pass at once, and those that one layer's backward pass adds."""
-    drafter, value = sizes.drafter, sizes.value_bytes
-    cod = (config.num_draft_tokens, config.retention, config.retention_floor)
-    row_slots = max_num_slots(config.max_length, *cod)
-    size = segment_size(row_slots, num_partitions, config.num_draft_tokens, SLOT_MULTIPLE)
-    slots, tokens = micro_batch_size * size, micro_batch_size * config.max_length
-    key_values = 2 * drafter.num_kv_heads * drafter.head_dim
-    context = tokens if num_partitions > 1 else 0
-    width = drafter.hidden_size
-    by_layer = [slots * saved_values(drafter, index) for index in range(drafter.num_layers)]
-    copies = sizes.layer_parameters * value  # weights in the activations' type, kept with them
-    # Keys and values are kept joined to the context's, and once more where they are the slots' own.
-    joined = (slots + 2 * context if context else slots) * key_values
-    if config.checkpoint_activations:
-        kept = drafter.num_layers * slots * (width + key_values) + max(by_layer) + joined
-        num_bytes = value * kept + copies
-    else:
-        num_bytes = value * (sum(by_layer) + drafter.num_layers * joined) + drafter.num_layers * copies
-    # Rotary tables, the states of labels and their gradients; positions and ranges of slots as whole numbers.
-    num_bytes += slots * (2 * drafter.head_dim * value + 3 * width * value + 12 * 8)
-    # Context: keys and values of all columns and their gradients; fused states of all columns and theirs.
-    num_bytes += value * (2 * drafter.num_layers * context * key_values + 2 * tokens * width)
-    if config.method == "eagle3":
-        num_bytes += _dense_masks(config, micro_batch_size)
-    transient = value * slots * (2 * drafter.intermediate_size + 2 * width) + sizes.layer_parameters * value
-    return num_bytes, transient
-
-
-def _dense_masks(config: TrainConfig, micro_batch_size: int) -> int:
-    """EAGLE-3's passes attend with masks of slots times all earlier slots, in the activations' type."""
-    cod = (config.retention, config.retention_floor)
-    ends = [max_num_slots(config.max_length, depth + 1, *cod) for depth in range(config.num_draft_tokens)]
-    return micro_batch_size * 2 * sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False))
-
-
 def _logits(sizes: Sizes, config: TrainConfig) -> int:
-    """Logits of a chunk of labels and their gradients, and those of its judges; an own head's copy and gradients."""
-    drafter = sizes.drafter
+    """Logits of a chunk of labels and their gradients, and those of its judges; copies of the head's rows.
+
+    Judging all columns, where only reached labels are learned, takes less: it is cut to fit into the labels' logits.
+    """
+    drafter, value = sizes.drafter, sizes.value_bytes
     chunk = ChunkShape.of(config, drafter.draft_vocab_size)
-    logits = sizes.value_bytes * (
-        2 * chunk.num_labels * drafter.draft_vocab_size + chunk.num_judges * drafter.vocab_size
-    )
-    copies = 2 * sizes.value_bytes * drafter.draft_vocab_size * drafter.hidden_size if drafter.head == "own" else 0
-    return logits + copies
+    by_logit = value + CHUNK_BYTES[config.loss] if config.compile == "off" else 2 * value
+    logits = by_logit * chunk.num_labels * drafter.draft_vocab_size + value * chunk.num_judges * drafter.vocab_size
+    is_own, is_chosen = drafter.head == "own", drafter.draft_vocab_size < drafter.vocab_size
+    num_copies = 2 if is_own else int(is_chosen)  # the head, of which an own one has gradients
+    return logits + num_copies * value * drafter.draft_vocab_size * drafter.hidden_size
 
 
 def _storages(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 def num_departures(token_ids_BT: Tensor, features: "Features", columns_at_a_time: int) -> Tensor:
     """For each column, how many columns of its row before it are followed by another token than the likeliest.
 
-    The logits of `columns_at_a_time` exist at a time.
+    The logits of at most `columns_at_a_time` exist at a time. All parts have one shape: the last column fills up.
     """
     num_rows, num_columns = token_ids_BT.shape
-    column_N = torch.arange(num_rows * num_columns, device=token_ids_BT.device)
-    likeliest_BT = torch.cat(
-        [
-            features.judge_logits(part // num_columns, part % num_columns).argmax(-1)
-            for part in column_N.split(columns_at_a_time)
-        ]
-    ).view(num_rows, num_columns)
+    last = num_rows * num_columns - 1
+    num_parts = last // columns_at_a_time + 1
+    size = last // num_parts + 1
+    column_N = torch.arange(num_parts * size, device=token_ids_BT.device).clamp_max(last)
+    likeliest_N = torch.cat(
+        [features.judge_logits(part // num_columns, part % num_columns).argmax(-1) for part in column_N.split(size)]
+    )
+    likeliest_BT = likeliest_N[: last + 1].view(num_rows, num_columns)
     departs_BT = torch.zeros_like(token_ids_BT, dtype=torch.long)
     departs_BT[:, 1:] = likeliest_BT[:, :-1] != token_ids_BT[:, 1:]
     return departs_BT.cumsum(1)
