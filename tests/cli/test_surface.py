@@ -65,7 +65,7 @@ FLAGS = {
         "--prompts --output --limit --max-batch --max-length --max-answer-tokens --max-turns --temperatures --top-p "
         f"--top-k --seed --json --no-json {TARGET}"
     ),
-    "data inspect": "--num-examples --num-top-tokens --json --no-json --target",
+    "data inspect": "--num-examples --rows --num-top-tokens --json --no-json --target",
     "train": (
         "--recipe --data --output --method --from-drafter --held-out --num-held-out --num-layers --num-draft-tokens "
         "--aux-layer-ids --mask-token-id --fc-norm --no-fc-norm --norm-before-fc --no-norm-before-fc --norm-output "

@@ -24,10 +24,11 @@ from peagle.errors import TargetError
 from peagle.kernels.compiler import compiled
 from peagle.targets.hf import HFTarget, check_own_attention
 from peagle.targets.paged import HARMLESS
+from peagle.targets.probing import check_window, window_as_mask
 
 log = logging.getLogger(__name__)
 
-PACKED = "peagle_packed"
+PACKED, PROBE = "peagle_packed", "peagle_packed_probe"
 BLOCK = 128  # tokens a block of FlexAttention; a row shorter than one is attended with a dense mask
 NARROWEST = 16  # heads that FlexAttention's kernels take
 
@@ -49,6 +50,15 @@ class PackedRows(NamedTuple):
     blocks: dict[int, BlockMask] | None
 
 
+class Probe(NamedTuple):
+    """Of a pass that learns what the layers ask for."""
+
+    name: str
+    max_length: int
+    windows: dict[int, int]
+    """by layer"""
+
+
 class PackedTarget:
     """Runs a target over packed rows. The target is changed only during `forward`, so others may use it in between.
 
@@ -59,6 +69,8 @@ class PackedTarget:
         self.target = target
         AttentionInterface.register(PACKED, _attend_packed)
         AttentionMaskInterface.register(PACKED, _no_mask)
+        AttentionInterface.register(PROBE, _attend_packed)
+        AttentionMaskInterface.register(PROBE, window_as_mask)
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._windows: set[int] = {0}
         head = TargetHead(target)
@@ -110,10 +122,10 @@ class PackedTarget:
         return PackedOutput(*outputs)
 
     @contextlib.contextmanager
-    def _installed(self) -> Iterator[None]:
+    def _installed(self, attention: str = PACKED) -> Iterator[None]:
         model = self.target.model
         earlier: str = model.config._attn_implementation
-        model.set_attn_implementation(PACKED)
+        model.set_attn_implementation(attention)
         for module, forward in self._forwards.items():
             module.forward = forward
         try:
@@ -133,16 +145,16 @@ class PackedTarget:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Run three tokens to learn which windows the layers have, and whether all attend through our attention."""
-        windows: dict[int, int] = {}
+        probe = Probe(type(self.target.model).__name__, self.target.max_length, {})
         tokens = torch.zeros(1, 3, dtype=torch.long, device=self.target.device)
         rows = PackedRows(torch.zeros_like(tokens), None)
         position = torch.arange(3, device=tokens.device)[None]
         try:
             check_own_attention(self.target)
-            with self._installed():
-                self._run(tokens, position_ids=position, packed_rows=rows, packed_windows=windows)
-            if len(windows) < self.target.num_layers:
-                raise TargetError(f"{self.target.num_layers - len(windows)} layers attend in a way of their own")
+            with self._installed(PROBE):
+                self._run(tokens, position_ids=position, packed_rows=rows, packed_probe=probe)
+            if len(probe.windows) < self.target.num_layers:
+                raise TargetError(f"{self.target.num_layers - len(probe.windows)} layers attend in a way of their own")
         except (TargetError, TypeError, NotImplementedError) as error:
             log.warning(
                 "documents of %s cannot share a row (%s); each runs in a row of its own, which takes more time and "
@@ -151,7 +163,7 @@ class PackedTarget:
                 error,
             )
             return False
-        self._windows = set(windows.values())
+        self._windows = set(probe.windows.values())
         return True
 
 
@@ -256,7 +268,7 @@ def _attend_packed(
     attention_mask: Tensor | None,
     *,
     packed_rows: PackedRows,
-    packed_windows: dict[int, int] | None = None,
+    packed_probe: Probe | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -264,11 +276,13 @@ def _attend_packed(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     window = sliding_window or 0
-    if packed_windows is not None:
-        packed_windows[module.layer_idx] = window  # type: ignore[index]  # a number, says transformers
+    if packed_probe is not None:
+        index: int = module.layer_idx  # type: ignore[assignment]  # a number, says transformers
+        packed_probe.windows[index] = window
         unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
         if unknown:
             raise TargetError(f"it gives its attention {', '.join(unknown)}")
+        check_window(attention_mask, window, packed_probe.max_length, f"layer {index} of {packed_probe.name}")
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
     is_dense = packed_rows.blocks is None or query_BHTE.shape[-1] < NARROWEST
     attend = _attend_dense if is_dense else _attend_blocks

@@ -9,6 +9,7 @@ width.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from peagle.errors import TargetError
 from peagle.kernels.attention import PagedRows, on_host, paged_attention
 from peagle.targets.hf import HFTarget, check_own_attention
+from peagle.targets.probing import check_window, window_as_mask
 
 PAGED, PROBE = "peagle_paged", "peagle_probe"
 # What models hand to an attention function besides what it uses: none of it changes the result here.
@@ -61,7 +63,7 @@ class PagedTarget:
         AttentionInterface.register(PAGED, _attend_paged)
         AttentionMaskInterface.register(PAGED, _no_mask)
         AttentionInterface.register(PROBE, _attend_probe)
-        AttentionMaskInterface.register(PROBE, _no_mask)
+        AttentionMaskInterface.register(PROBE, window_as_mask)
         target.check_not_lent()
         target.is_lent = True
         # Four dimensions tell transformers that a mask is made already; our attention needs none, and does not read it.
@@ -144,7 +146,14 @@ class PagedTarget:
         model.set_attn_implementation(PROBE)
         found: dict[int, LayerShape] = {}
         token = torch.zeros(1, 1, dtype=torch.long, device=self.target.device)
-        model(input_ids=token, position_ids=token, use_cache=False, paged_found=found, paged_name=type(model).__name__)
+        probe = partial(_check_layer, found, type(model).__name__, self.target.max_length)
+        try:
+            model(input_ids=token, position_ids=token, use_cache=False, paged_probe=probe)
+        except TypeError as error:
+            raise TargetError(
+                f"{type(model).__name__} does not hand arguments on to its attention, as transformers' newer models do",
+                hint="decode such a target with transformers, or serve it on vLLM",
+            ) from error
         missing = [index for index in range(self.target.num_layers) if index not in found]
         if missing:
             raise TargetError(
@@ -213,8 +222,7 @@ def _attend_probe(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged_found: dict[int, LayerShape],
-    paged_name: str,
+    paged_probe: Callable[..., None],
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -222,16 +230,37 @@ def _attend_probe(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
-    index: int = module.layer_idx  # type: ignore[assignment]  # a number, says transformers
+    paged_probe(module.layer_idx, query, key, value, attention_mask, sliding_window, unknown)
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+def _check_layer(
+    found: dict[int, LayerShape],
+    name: str,
+    max_length: int,
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    unknown: list[str],
+) -> None:
+    """Note what a layer keeps, or refuse what our attention does not do."""
     if unknown:
         raise TargetError(
-            f"{paged_name} gives its attention {', '.join(unknown)} (layer {index}), which the engine does not know",
+            f"{name} gives its attention {', '.join(unknown)} (layer {index}), which the engine does not know",
             hint="decode such a target with transformers",
         )
     if key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1]:
         raise TargetError(
-            f"{paged_name} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head (layer {index}); "
+            f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head (layer {index}); "
             "the engine wants the same",
         )
-    paged_found[index] = LayerShape(key.shape[1], key.shape[-1])
-    return torch.zeros_like(query).transpose(1, 2), None
+    if index in found:
+        raise TargetError(
+            f"{name} attends more than once in layer {index}, and the engine keeps one set of keys and values",
+            hint="decode such a target with transformers, or serve it on vLLM",
+        )
+    check_window(mask, window, max_length, f"layer {index} of {name}")
+    found[index] = LayerShape(key.shape[1], key.shape[-1])
