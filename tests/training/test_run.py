@@ -389,13 +389,21 @@ def test_an_unfinished_run_is_not_gone_on_with_on_other_text(target, tmp_path):
 
     rows = [{"prompt_ids": [3, 4, 5], "answer_ids": list(range(start, start + 12))} for start in (20, 40, 60, 80)]
     data = written(tmp_path / "rows.jsonl", *rows)
-    config = settings(data, tmp_path / "drafter", held_out=None)
+    held_out = written(tmp_path / "held_out.jsonl", *rows[:2])
+    config = settings(data, tmp_path / "drafter", held_out=held_out)
     with pytest.raises(KeyboardInterrupt):
         train_drafter(target, config, interrupt)
-    written(data, *reversed(rows))
-    with pytest.raises(ConfigError, match="data_contents was"):
-        train_drafter(target, config, ignore)
-    written(data, *rows)
+    otherwise_cut = [{"prompt_ids": [3, 4, 5, rows[0]["answer_ids"][0]], "answer_ids": rows[0]["answer_ids"][1:]}]
+    for path, others, name in (
+        (data, rows[::-1], "data_contents"),
+        (data, otherwise_cut + rows[1:], "data_contents"),
+        (held_out, rows[1:3], "held_out_contents"),
+    ):
+        earlier = path.read_text()
+        written(path, *others)
+        with pytest.raises(ConfigError, match=f"{name} was"):
+            train_drafter(target, config, ignore)
+        path.write_text(earlier)
     train_drafter(target, config, ignore)
 
 

@@ -1,11 +1,13 @@
 """One training run from files to a drafter directory that was loaded and measured again."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from peagle.decoding.acceptance import Acceptance
@@ -119,11 +121,20 @@ def _inputs(target: HFTarget, config: TrainConfig, text: RunText) -> dict[str, A
     inputs = {
         "target_weights": target.fingerprint(),
         "num_answer_tokens": text.num_answer_tokens,
-        "data_contents": contents_digest(text.conversations, [len(row) for row in text.conversations]),
+        "data_contents": _digest(text.conversations),
+        "held_out_contents": _digest(text.held_out),
     }
     if config.from_drafter is not None:
         inputs["from_weights"] = earlier_facts(target, config.from_drafter)["weights"]
     return inputs
+
+
+def _digest(conversations: Sequence[Conversation]) -> str:
+    """A hash of token ids and of what of them is learned."""
+    digest = hashlib.sha256(contents_digest(conversations, [len(row) for row in conversations]).encode())
+    for row in conversations:
+        digest.update(np.packbits(row.loss_mask).tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _log_start(text: RunText, config: TrainConfig, world: World, step: int) -> None:
