@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from peagle.bench.lossless import Comparison, Distribution, Findings, Parting, Settings, examine
+from peagle.bench.lossless import Comparison, Distribution, Findings, Parting, Settings, _compare_greedy, examine
 from peagle.bench.lossless_report import document_of, markdown_of
 from peagle.bench.sampling_test import LENGTH, Fit, chi_square_tail, fit, opening_probs
 from peagle.decoding.acceptance import Acceptance
@@ -98,6 +98,32 @@ def test_in_bfloat16_partings_are_forgiven_at_near_ties_only():
     assert parting.token == 2 and parting.is_near_tie == (parting.gap <= served.limit)
     assert not findings.is_lossless or parting.is_near_tie
     assert findings.comparisons[3].limit is not None, "sampled answers have a limit of their own"
+
+
+def tokens_by_logit(target) -> tuple[torch.Tensor, list[int]]:
+    logits_V = target.forward(torch.tensor([PROMPT])).logits_BTV[0, -1].float()
+    return logits_V, logits_V.argsort(descending=True).tolist()
+
+
+def test_a_tie_is_judged_by_the_tokens_that_were_emitted():
+    target = tiny_target()
+    logits_V, (best, second, *_, worst) = tokens_by_logit(target)
+    limit = float(logits_V[best] - logits_V[second]) + 1e-3
+    for one, other in ((best, second), (second, best)):
+        compared = _compare_greedy(target, "x", [PROMPT], [(one,)], [(other,)], limit)
+        assert compared.holds and compared.partings[0].gap == pytest.approx(limit - 1e-3)
+    for one, other in ((best, worst), (worst, best), (second, worst)):
+        compared = _compare_greedy(target, "x", [PROMPT], [(one,)], [(other,)], limit)
+        assert not compared.holds, "a token far below the best is not excused by what the second best is worth"
+        assert compared.partings[0].gap == pytest.approx(float(logits_V[best] - logits_V[worst]))
+
+
+def test_an_answer_that_ends_before_the_other_is_never_a_tie():
+    target = tiny_target()
+    _, (best, *_) = tokens_by_logit(target)
+    for ours, theirs in (((), (best,)), ((best,), ())):
+        compared = _compare_greedy(target, "x", [PROMPT], [ours], [theirs], 100.0)
+        assert not compared.holds and compared.partings[0].token == 0
 
 
 def findings_with(partings=(), p_counts=(50, 50), accepted=3) -> Findings:

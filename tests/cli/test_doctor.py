@@ -46,6 +46,26 @@ def test_a_target_without_a_shipped_drafter_is_described_alone(peagle, models):
     assert document["target"]["vocab_size"] == 288 and "drafter" not in document
 
 
+@pytest.mark.parametrize(
+    ("where", "found"),
+    [
+        ('where = "jumpstart"', "none here: the published drafter of 'house-model' cannot be had"),
+        ('where = "directory"\nsource = "./gone"', "none here: no drafter at"),
+    ],
+    ids=["jumpstart", "directory"],
+)
+def test_a_target_whose_drafter_cannot_be_had_is_still_described(peagle, models, tmp_path, monkeypatch, where, found):
+    catalog = tmp_path / "catalog.toml"
+    entry = f'[house-model]\ntarget = "{models / "target"}"\nnum_parameters = 1_000_000\ntitle = "our own"\n'
+    catalog.write_text(f'{entry}[[house-model.drafters]]\nvariant = "base"\n{where}\n')
+    monkeypatch.setenv("PEAGLE_CATALOG", str(catalog))
+    result = peagle("doctor", "--target", "house-model", "--json")
+    assert result.status == 0, result.err
+    assert result.json["target"]["name"] == "house-model"
+    assert result.json["drafter"]["found"].startswith(found) and result.json["drafter"]["hint"]
+    assert "none here" in peagle("doctor", "--target", "house-model").out
+
+
 def test_a_mismatch_fails_and_one_that_is_allowed_is_still_said(peagle, models):
     argv = ("doctor", models / "drafter", "--target", models / "stranger", "--json")
     refused = peagle(*argv)

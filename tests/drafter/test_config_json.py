@@ -1,17 +1,20 @@
 """config.json in the forms that drafters are published in."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from passes import card_for, draft_logits
 from peagle.drafter.checkpoint import load_drafter, save_drafter
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.config_json import write_config
 from peagle.errors import CheckpointError, ConfigError
+from peagle.export.vllm_rules import rope_parameters
 from peagle.targets.hf import HFTarget
 from tiny import tiny_drafter, tiny_target
 
@@ -134,6 +137,34 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 )
 def test_rotary_settings_are_read_in_the_old_and_the_new_form(directory: Directory, keys: dict, expected: dict) -> None:
     assert directory.load(directory.without("rope_parameters") | keys).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, None),
+        ({"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3, {"rope_type": "llama3"} | LLAMA3),
+        (
+            {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 128},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
+    ],
+    ids=["default", "llama3", "yarn"],
+)
+def test_rotary_settings_are_written_for_older_engines_too(
+    directory: Directory, rope: dict, scaling: dict | None
+) -> None:
+    """transformers before 5 knew rope_theta and rope_scaling alone, and took 10000 where they are absent."""
+    config = dataclasses.replace(directory.drafter.config, rope_parameters=rope)
+    values = write_config(config, torch.float32)
+    assert values["rope_parameters"] == rope, "what today's engines read"
+    assert (values["rope_theta"], values.get("rope_scaling")) == (rope["rope_theta"], scaling)
+    assert directory.load(values).rope_parameters == rope
+    old = {key: value for key, value in values.items() if key != "rope_parameters"}
+    assert directory.load(old).rope_parameters == rope
+    assert rope_parameters(values) == rope_parameters(old) == rope, "vLLM's rules"
+    for said in (values, old):
+        assert LlamaConfig(**said).rope_parameters == rope, "transformers"
 
 
 @pytest.mark.parametrize(

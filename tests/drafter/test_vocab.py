@@ -1,8 +1,11 @@
 """The placeholder's token, and draft vocabularies."""
 
+import json
+
 import pytest
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from peagle.drafter.vocab import (
     check_offsets,
@@ -18,6 +21,23 @@ from tiny import tiny_tokenizer
 def test_the_mask_token_is_the_first_embedding_row_beyond_the_tokenizer() -> None:
     tokenizer = tiny_tokenizer()
     assert choose_mask_token_id(tokenizer, len(tokenizer) + 20) == len(tokenizer)
+
+
+def tokenizer_with_holes(*token_ids: int) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with one more token at each of these ids, and nothing at those between."""
+    backend = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    backend["model"]["vocab"] |= {f"far{token_id}": token_id for token_id in token_ids}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+
+
+def test_the_mask_token_is_no_text_where_the_tokenizers_ids_have_holes() -> None:
+    tokenizer = tokenizer_with_holes(269)
+    assert len(tokenizer) == 269 and tokenizer.convert_ids_to_tokens(269) == "far269"
+    assert choose_mask_token_id(tokenizer, 288) == 270, "beyond the last id, not beyond their number"
+
+
+def test_without_a_row_beyond_the_last_id_it_is_the_last_one_that_no_token_has() -> None:
+    assert choose_mask_token_id(tokenizer_with_holes(287, 285), 288) == 286
 
 
 def test_without_a_spare_row_it_is_the_tokenizers_mask_token() -> None:

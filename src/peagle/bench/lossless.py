@@ -69,7 +69,8 @@ class Parting:
     token: int
     """index of the first answer token that differs"""
     gap: float
-    """greedy: between the two best logits; sampled: from the random number to the border of the two tokens' shares"""
+    """greedy: from the best logit to the worse of the two tokens'; sampled: from the random number to the border of the
+    two tokens' shares"""
     is_near_tie: bool
 
 
@@ -261,9 +262,20 @@ def _compare_greedy(
     for index, (prompt, one, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
         token = _first_difference(one, other)
         if token is not None:
-            gap = target.top_two_gap([*prompt, *other[:token]])
-            partings.append(Parting(index, None, token, gap, limit is not None and gap <= limit))
+            emitted = [answer[token] for answer in (one, other) if token < len(answer)]
+            gap = _distance_to_best(target, [*prompt, *other[:token]], emitted)
+            # One answer that went on after the other's end is no tie: up to there they are the same text.
+            is_near_tie = limit is not None and len(emitted) == 2 and gap <= limit
+            partings.append(Parting(index, None, token, gap, is_near_tie))
     return Comparison(name, len(ours), sum(map(len, theirs)), limit, tuple(partings))
+
+
+def _distance_to_best(target: "HFTarget", text: list[int], emitted: list[int]) -> float:
+    """How far the worst of the tokens emitted after `text` lies below the target's best one there, in logits."""
+    import torch
+
+    logits_V = target.forward(torch.tensor([text], device=target.device)).logits_BTV[0, -1].float()
+    return float(logits_V.max() - logits_V[emitted].min())
 
 
 def _compare_seeded(

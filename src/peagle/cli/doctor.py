@@ -18,7 +18,7 @@ from rich.table import Table
 
 from peagle import __version__
 from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
-from peagle.errors import ConfigError
+from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import commit, package_version, processor_name
 
 if TYPE_CHECKING:
@@ -63,13 +63,14 @@ def main(argv: list[str]) -> int:
         document["target"] = describe_target(target)
         if arguments.record:
             record(target, given)
-        if given is not None:
+        allow_mismatch = arguments.drafter.allow_mismatch
+        if given is None:
+            document |= describe_shipped(target, allow_mismatch)
+        else:
             verdict = examine(target, given, arguments)
-        if verdict is not None:
             document["gate"] = verdict.to_json()
-        fits = verdict is None or verdict.passed
-        if fits and (given is not None or target.shipped_drafter is not None):
-            document["drafter"] = describe_drafter(target, given, arguments.drafter.allow_mismatch)
+        if verdict is not None and verdict.passed:
+            document["drafter"] = describe_drafter(target, given, allow_mismatch)
     if arguments.json:
         print(json.dumps(document))
     else:
@@ -232,6 +233,19 @@ def describe_drafter(target: "HFTarget", given: Path | str | None, allow_mismatc
     for name, measured in (card.acceptance if card is not None else {}).items():
         rows[f"acceptance_length_{name}"] = measured.get("acceptance_length")
     return rows
+
+
+def describe_shipped(target: "HFTarget", allow_mismatch: bool) -> dict[str, Any]:
+    """The section of the drafter that ships for the target, or why it is not here; empty where nobody ships one."""
+    from peagle.drafter.checkpoint import drafter_directory
+
+    try:
+        if target.shipped_drafter is None:
+            return {}
+        drafter_directory(None, target)
+    except CheckpointError as error:
+        return {"drafter": {"found": f"none here: {error.message}", "hint": error.hint}}
+    return {"drafter": describe_drafter(target, None, allow_mismatch)}
 
 
 def show(document: dict[str, Any], verdict: "Verdict | None") -> None:

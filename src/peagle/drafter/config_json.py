@@ -70,12 +70,23 @@ def layer_values(config: DrafterConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_length,
-        "rope_parameters": config.rope_parameters,
+        **_rope_values(config.rope_parameters),
         "vocab_size": config.vocab_size,
     }
     if config.sliding_layers:
         kinds = ["sliding_attention" if config.window(n) else "full_attention" for n in range(config.num_layers)]
         values |= {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+    return values
+
+
+def _rope_values(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings under today's key and under the two that transformers knew before its version 5.
+
+    Without the older ones an engine on an older transformers takes a base of 10000, without a word.
+    """
+    values: dict[str, Any] = {"rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        values["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return values
 
 
@@ -309,7 +320,7 @@ def _is_targets(table: Tensor | None, target_table: Tensor, own_row: int | None)
 
 
 def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings from the current key or from the older pair rope_theta and rope_scaling."""
+    """Rotary settings from the current key, else from the older pair rope_theta and rope_scaling."""
     new, old = _mapping(values, "rope_parameters"), _mapping(values, "rope_scaling")
     found = new or old
     for name, first, second in (

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
 def choose_mask_token_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
     """A token id that no text uses, for the placeholders.
 
-    First an embedding row beyond the tokenizer's last token; then the tokenizer's mask token; then its last added
-    token that neither the chat template nor a special role mentions.
+    First the embedding row after the tokenizer's last token, or the last one between its tokens (ids may have holes,
+    so the number of tokens says nothing); then the tokenizer's mask token; then its last added token that neither the
+    chat template nor a special role mentions.
     """
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
+    token_ids = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
+    beyond = max(token_ids) + 1
+    if beyond < vocab_size:
+        return beyond
+    holes = set(range(vocab_size)) - token_ids
+    if holes:
+        return max(holes)
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
     template = str(tokenizer.chat_template or "")

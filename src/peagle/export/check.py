@@ -180,8 +180,8 @@ class Gate:
     def _native_meaning(self) -> str:
         tensors = read_tensors(self.directory)
         repairs: list[str] = []
-        # Without the card: what the directory itself says is to be compared with it.
-        config = read_config(self.directory / CONFIG_NAME, tensors, self.target, None, repairs)
+        # With the card, as it will be loaded: aux ids one below the default are SGLang's only where nothing says more.
+        config = read_config(self.directory / CONFIG_NAME, tensors, self.target, self.card, repairs)
         self.reading = Reading(config, state_of(config, tensors, self.target))
         said = self._meaning()
         if repairs:

@@ -12,7 +12,7 @@ The rules are those of vLLM 0.32 (native and speculators configs of EAGLE-3 and 
                   `fc_norm` and `norm_output` are read inside `transformer_layer_config` only.
     tensors       every name gets the prefix `model.` (so one that has it already is refused), but for `lm_head`, `d2t`
                   and `mask_hidden`; names that lead nowhere are refused; `t2d` is passed over
-    d2t           offsets. Absent with a smaller vocabulary it stays zero, without a word
+    d2t           offsets, applied with a whole vocabulary too. Absent with a smaller one it stays zero, without a word
     embeddings    the file's table where there is one, else the target's, mask row included
     head          likewise
     lengths       `max_position_embeddings` is raised to the target's; before 0.2x longer texts crashed instead
@@ -206,6 +206,30 @@ def _check_tensors(config: DrafterConfig, values: dict[str, Any], tensors: dict[
         raise Difference(
             f"lm_head.weight is missing although the draft vocabulary has {config.draft_vocab_size} tokens only",
             "vLLM can share the target's whole head, not rows of it; `peagle export` writes them out",
+        )
+    if config.draft_vocab_size == config.vocab_size and "d2t" in tensors:
+        _check_whole_map(tensors["d2t"].long(), config.vocab_size)
+
+
+def _check_whole_map(d2t: Tensor, vocab_size: int) -> None:
+    """Refuse a map of a whole vocabulary that says anything: vLLM adds it to draft ids, which are target ids already.
+
+    verl writes a list of target ids there, with which vLLM would take draft token i for token 2i.
+    """
+    if d2t.shape != (vocab_size,):
+        raise Difference(
+            f"d2t has shape {list(d2t.shape)}, config.json asks for [{vocab_size}]",
+            "config.json and the weights are of two drafters",
+        )
+    if torch.equal(d2t, torch.arange(vocab_size)):
+        raise Difference(
+            "d2t holds absolute target ids, not offsets",
+            "another framework's convention; vLLM adds them to the draft ids, `peagle export` leaves it out",
+        )
+    if bool(d2t.any()):
+        raise Difference(
+            "d2t is not all zeros, although the draft vocabulary is the target's whole one",
+            "the map is of another drafter or vocabulary; remove it where draft ids are target ids",
         )
 
 

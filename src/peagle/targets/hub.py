@@ -93,14 +93,15 @@ def _is_complete(directory: Path, what: What) -> bool:
         return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not (directory / "config.json").is_file():
         return False
-    indices = list(directory.glob("*.index.json"))
-    try:
-        shards = {shard for index in indices for shard in json.loads(index.read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-    if shards:
-        return all((directory / shard).is_file() for shard in shards)
-    return any(path.is_file() for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
+    for kind in ("safetensors", "bin"):  # the first form that is there; of a second one only the index may be fetched
+        try:
+            indices = [json.loads(index.read_text()) for index in directory.glob(f"*.{kind}.index.json")]
+            shards = {shard for index in indices for shard in index["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+        if shards or any(path.is_file() for path in directory.glob(f"*.{kind}")):
+            return all((directory / shard).is_file() for shard in shards)
+    return False
 
 
 def _unreachable(model_id: str, what: What, error: Exception) -> PeagleError:

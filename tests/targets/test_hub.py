@@ -1,0 +1,42 @@
+"""Which of a model's files make it complete, where its makers keep the weights in two forms."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle.targets.hub import What, _is_complete
+
+
+def put(directory: Path, *names: str) -> Path:
+    """Files by these names; an index names the one shard that its form has."""
+    for name in names:
+        shard = "shard.bin" if ".bin." in name else "shard.safetensors"
+        (directory / name).write_text(json.dumps({"weight_map": {"weight": shard}}))
+    return directory
+
+
+@pytest.mark.parametrize("what", ["target", "drafter"])
+@pytest.mark.parametrize("weights", [("model.safetensors",), ("model.safetensors.index.json", "shard.safetensors")])
+def test_an_index_of_pickled_shards_beside_safetensors_does_not_matter(
+    tmp_path: Path, what: What, weights: tuple[str, ...]
+) -> None:
+    """The shards themselves are not fetched for a target, so they were always missing."""
+    assert _is_complete(put(tmp_path, "config.json", "pytorch_model.bin.index.json", *weights), what)
+
+
+@pytest.mark.parametrize("kind", ["bin", "safetensors"])
+def test_where_there_is_one_form_its_own_index_counts(tmp_path: Path, kind: str) -> None:
+    names = {"bin": "pytorch_model.bin.index.json", "safetensors": "model.safetensors.index.json"}
+    assert not _is_complete(put(tmp_path, "config.json", names[kind]), "drafter")
+    assert _is_complete(put(tmp_path, f"shard.{kind}"), "drafter")
+
+
+def test_shards_that_are_missing_are_not_made_up_for_by_the_other_form(tmp_path: Path) -> None:
+    put(tmp_path, "config.json", "model.safetensors.index.json", "pytorch_model.bin")
+    assert not _is_complete(tmp_path, "drafter")
+
+
+@pytest.mark.parametrize("what", ["target", "drafter"])
+def test_a_config_alone_is_not_complete(tmp_path: Path, what: What) -> None:
+    assert not _is_complete(put(tmp_path, "config.json"), what)
