@@ -130,7 +130,7 @@ def train_on_one_row(
 def compare_settings(arguments: argparse.Namespace) -> None:
     target = load_target(arguments.target)
     common = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
-    rows = [f"{'change':<16}  {'loss':>6}  {'replayed':>8}  {'steps/s':>7}  accepted by depth"]
+    rows = [f"{'change':<16}  {'loss':>6}  {'replayed':>8}  accepted by depth"]
     for name in arguments.only:
         config = TrainConfig(
             data=arguments.data,
@@ -162,8 +162,7 @@ def _row(name: str, directory: Path) -> str:
     last = [line for line in lines if "loss" in line][-1]
     replayed = card.acceptance.get("held_out_replay", {"acceptance_length": float("nan"), "per_position": []})
     shares = " ".join(f"{share:.3f}" for share in replayed["per_position"])
-    figures = f"{last['loss']:>6.3f}  {replayed['acceptance_length']:>8.3f}  {last['steps_per_second']:>7.2f}"
-    return f"{name:<16}  {figures}  {shares}"
+    return f"{name:<16}  {last['loss']:>6.3f}  {replayed['acceptance_length']:>8.3f}  {shares}"
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def _partings(comparisons: list[dict[str, Any]]) -> list[str]:
     ]
     more = [f"{len(found) - len(rows)} more are in the JSON document.", ""] if len(found) > len(rows) else []
     explanation = (
-        "The gap of a greedy answer is between the target's two best logits where the answers part; that of a sampled "
-        "one is how far its random number was from drawing the other token. The widest come first."
+        "The gap of a greedy answer is from the target's best logit where the answers part to the lower of the two "
+        "tokens'; that of a sampled one is how far its random number was from drawing the other token. The widest come first."
     )
     return [explanation, "", *_table(("compared", "prompt", "token", "gap", ""), rows), "", *more]
 
