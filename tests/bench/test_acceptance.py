@@ -1,5 +1,7 @@
 """Evaluating on prompts: counts, edges of acceptance, and what is said when answers differ."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -91,6 +93,15 @@ def test_a_drafter_that_is_always_right_gives_k_plus_one(target, num_draft_token
     assert totals.num_identical == 1, "right drafts change nothing but the speed"
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 4])
+def test_draft_tokens_after_the_end_of_an_answer_are_not_counted(target, num_left):
+    session = known_answer(target, "the user", 20)
+    params = SamplingParams(max_tokens=1 + 5 + num_left, ignore_eos=True)  # a whole draft of four, then part of one
+    totals = evaluate(target, session, [prompt("the user")], params, 4)
+    assert totals.acceptance == Acceptance(2, (2,) * num_left + (1,) * (4 - num_left))
+    assert totals.num_tokens == params.max_tokens and totals.num_identical == 1
+
+
 @pytest.mark.parametrize("num_right", [0, 2])
 def test_a_drafter_that_is_wrong_from_a_place_on_is_counted_up_to_it(target, num_right):
     session = known_answer(target, "the user", 40, num_right)
@@ -106,6 +117,29 @@ def test_without_comparison_plain_decoding_is_not_run(target, drafter, monkeypat
     report = totals.report()
     assert totals.plain_seconds == 0 and totals.num_compared == 0
     assert report["identical_to_plain"] is None and report["speedup"] is None
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_both_ways_are_warmed_up_and_take_turns_in_going_first(target, drafter, monkeypatch, compare):
+    import peagle.decoding.reference as reference
+
+    asked, now = [], 0.0
+
+    def slow_at_first(target, prompt_ids, params, *, drafter=None, **options):
+        nonlocal now
+        kind = "plain" if drafter is None else "drafts"
+        now += 1.0 if kind in [each for each, _ in asked] else 100.0
+        asked.append((kind, params.max_tokens))
+        return decode(target, prompt_ids, params, drafter=drafter, **options)
+
+    monkeypatch.setattr(reference, "decode", slow_at_first)
+    monkeypatch.setattr("peagle.bench.acceptance.time", SimpleNamespace(perf_counter=lambda: now))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    totals = evaluate(target, drafter, [*PROMPTS, *PROMPTS], params, 2, compare=compare)
+    kinds = ("drafts", "plain", "plain", "drafts") * 2 if compare else ("drafts",) * 4
+    assert asked == [*((kind, 16) for kind in kinds[: 1 + compare]), *((kind, 20) for kind in kinds)]
+    assert (totals.seconds, totals.plain_seconds) == (4.0, 4.0 * compare), "no first use is measured"
+    assert totals.num_tokens == 80 and totals.num_prompts == 4
 
 
 def test_progress_is_told_after_each_prompt(target, drafter):
@@ -124,18 +158,41 @@ def test_all_prompts_are_checked_before_any_is_decoded(target, drafter):
         evaluate(target, drafter, PROMPTS, GREEDY, 5)
 
 
-def test_the_first_differing_token_is_found_with_the_gap_of_the_target_there(target):
+def test_the_first_differing_token_is_found_with_its_distance_from_the_targets_best(target):
     prompt_ids = render_chat(target.tokenizer, PROMPTS[0].messages)
-    gap = target.top_two_gap([*prompt_ids, 10, 11])
-    found = first_divergence(target, prompt_ids, [10, 11, 12, 13], [10, 11, 99, 13], GREEDY)
-    assert found == Divergence(2, gap, False) and gap > NEAR_TIE
+    logits_V = target.forward(torch.tensor([[*prompt_ids, 10, 11]])).logits_BTV[0, -1]
+    best, second, *_, last = logits_V.argsort(descending=True).tolist()
+    for one, other, worse in ((best, second, second), (last, best, last), (second, last, last)):
+        found = first_divergence(target, prompt_ids, [10, 11, one, 13], [10, 11, other, 13], GREEDY)
+        assert found == Divergence(2, pytest.approx(float(logits_V[best] - logits_V[worse])), False)
+        assert found.target_gap > NEAR_TIE
     assert first_divergence(target, prompt_ids, [10, 11], [10, 11], GREEDY) is None
 
 
-def test_an_answer_that_is_the_beginning_of_the_other_differs_at_its_end(target):
-    for plain, drafted in (([10, 11], [10]), ([10], [10, 11])):
+def certain_of(target, monkeypatch, logits):
+    """Let the target have these logits after any text; those of all other tokens are far below."""
+
+    def forward(token_ids_BT, cache=None):
+        logits_BTV = torch.full((*token_ids_BT.shape, target.vocab_size), -9.0)
+        logits_BTV[..., list(logits)] = torch.tensor(list(logits.values()))
+        return SimpleNamespace(logits_BTV=logits_BTV)
+
+    monkeypatch.setattr(target, "forward", forward)
+
+
+def test_a_token_that_is_not_among_the_tied_ones_is_not_forgiven(target, monkeypatch):
+    certain_of(target, monkeypatch, {10: 5.0, 11: 5.0 - NEAR_TIE / 4, 12: 5.0 - NEAR_TIE / 2, 99: 1.0})
+    assert first_divergence(target, [1], [10], [11], GREEDY).is_near_tie
+    assert first_divergence(target, [1], [11], [12], GREEDY).is_near_tie, "neither is the best, but all three are close"
+    for plain, drafted in (([10], [99]), ([99], [10]), ([99], [98])):
         found = first_divergence(target, [1], plain, drafted, GREEDY)
-        assert found is not None and found.token == 1
+        assert found.target_gap >= 4.0 and not found.is_near_tie, "the target's two best are tied, this one is not"
+
+
+def test_an_answer_that_is_the_beginning_of_the_other_differs_at_its_end_and_is_no_tie(target, monkeypatch):
+    certain_of(target, monkeypatch, {10: 5.0, 11: 5.0})
+    for plain, drafted in (([10, 11], [10]), ([10], [10, 11])):
+        assert first_divergence(target, [1], plain, drafted, GREEDY) == Divergence(1, 0.0, False)
 
 
 def test_no_gap_is_claimed_where_tokens_were_sampled(target):
@@ -144,16 +201,16 @@ def test_no_gap_is_claimed_where_tokens_were_sampled(target):
     assert found == Divergence(0, None, False)
 
 
-def test_a_near_tie_is_judged_by_the_precision_the_target_runs_in(target):
+def test_a_near_tie_is_judged_by_the_precision_the_target_runs_in(target, monkeypatch):
     assert near_tie(target) == NEAR_TIE
     low = tiny_target(num_layers=2)
     low.model.to(torch.bfloat16)
     assert near_tie(low) == 0.25
     low.model.to(torch.float16)
     assert near_tie(low) == 0.03125
-    low.top_two_gap = lambda token_ids: 0.03
+    certain_of(low, monkeypatch, {10: 0.03125, 11: 0.0})
     found = first_divergence(low, [1], [10], [11], GREEDY)
-    assert found == Divergence(0, 0.03, True), "in float32 it would not be one"
+    assert found == Divergence(0, 0.03125, True), "in float32 it would not be one"
 
 
 def test_the_report_lists_divergences_and_counts_near_ties_among_them():

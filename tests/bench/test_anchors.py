@@ -66,6 +66,19 @@ def test_static_compiled_gives_the_targets_own_answers(target, expected, monkeyp
     assert seconds > 0 and [answer.token_ids for answer in answers] == [expected[index] for index in (0, 1, 2, 0)]
 
 
+def test_anchors_answer_the_requests_of_the_engines_cells_up_to_a_number_of_batches(target, monkeypatch):
+    asked = []
+
+    def note(target, prompts, batches, max_tokens):
+        asked.append(batches)
+        return [], 1.0
+
+    monkeypatch.setattr(anchors, "run_eager", note)
+    options = {"num_requests": lambda places: 12 if places == 1 else 8 * places, "names": ("eager",)}
+    run_anchors(target, PROMPTS, (1, 4), MAX_TOKENS, [], **options)
+    assert asked == [batches_of(3, 1, 10), batches_of(3, 4, 32)], "the first ten of twelve, and all of 32"
+
+
 def test_attention_and_taps_are_as_before_also_after_a_failure(target, monkeypatch):
     def fail(*_):
         target.model.set_attn_implementation("eager")

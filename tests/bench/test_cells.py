@@ -87,14 +87,14 @@ def test_all_cells_are_held_against_plain_decoding_at_the_lowest_concurrency(tar
 
 def test_one_divergence_of_many_cells_is_looked_at_once(target, monkeypatch):
     asked = []
-    monkeypatch.setattr(target, "top_two_gap", lambda token_ids: asked.append(token_ids) or 0.0, raising=False)
+    monkeypatch.setattr("peagle.bench.acceptance.gap_to_best", lambda *arguments: asked.append(arguments[1:]) or 0.0)
     results = [
         result("none", 1, (0, [5, 6, 7])),
         result("none", 2, (0, [5, 1, 1]), (0, [5, 1, 2])),
         result("none", 4, (0, [5, 1, 3])),
     ]
     compare_with_plain(target, [[1, 2]], results, GREEDY)
-    assert asked == [[1, 2, 5]]
+    assert asked == [([1, 2, 5], [6, 1])]
     assert [each.comparison.num_at_near_ties for each in results] == [0, 2, 1]
 
 

@@ -10,14 +10,15 @@ from peagle.bench.offline import (
     cells_of,
     closed_loop,
     default_num_requests,
-    llm_factory,
     reason_of,
     run_cell,
     sweep,
     warm_up,
 )
+from peagle.cli.bench import Arguments, make_llm
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
+from peagle.engine.config import EngineConfig
 from peagle.errors import CapacityError
 from peagle.sampling_params import SamplingParams
 from tiny import tiny_drafter, tiny_target
@@ -243,11 +244,13 @@ def test_a_reason_is_one_line():
 def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
     target = tiny_target()
     drafter = tiny_drafter(target)
-    prompts = [[1, 70, 71, 72], [1, 80, 81], [1, 90, 91, 92, 93, 94], [1, 100]]
+    num_tokens = 2 * EngineConfig().page_size
+    prompts = [[1, *range(first, first + num_tokens + more)] for first, more in ((70, 3), (80, 2), (90, 5), (100, 0))]
     params = SamplingParams(max_tokens=12)
     cells = cells_of(("none", "p-eagle"), {"p-eagle": (2, 4)}, (1, 3))
     results = []
-    make = llm_factory(target, {"p-eagle": drafter}, max_batch=3, max_length=32)
+    arguments = Arguments(max_tokens=12, concurrency=(1, 3))
+    make = make_llm(arguments, target, {"p-eagle": drafter}, prompts, lambda _: None)
     sweep(cells, make, prompts, params, results, num_requests=lambda _: 6, device=target.device)
     assert [result.failure for result in results] == [None] * 6
     compare_with_plain(target, prompts, results, params)
@@ -258,6 +261,7 @@ def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
         ], result.cell
         assert result.comparison.num_compared == 6 and not result.comparison.divergences
         assert all(answer.ttft > 0 for answer in result.answers)
-        assert result.memory_bytes > 0 and result.num_cached_tokens == 0
+        assert result.memory_bytes > 0
+        assert result.num_cached_tokens == 0, "prompts come round again, and each must be prefilled"
         assert (result.acceptance is None) == (result.cell.method == "none")
     assert results[-1].acceptance.num_drafts > 0

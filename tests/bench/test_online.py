@@ -24,6 +24,7 @@ from peagle.bench.online import (
     warm_up,
 )
 from peagle.bench.online_report import plot, tables
+from peagle.bench.scrape import Scrape
 from peagle.errors import ConfigError, ServerError
 from serving import Running, running
 from stub_server import DONE, PROMPTS, page, piece, question, stream, stub
@@ -175,6 +176,16 @@ def test_acceptance_is_that_of_the_measured_requests_alone(served):
     before = served.metric("vllm:spec_decode_num_drafts_total")
     report = run_load(served.url, Load(1), 2).report()
     assert report["spec_decode_num_drafts"] == served.metric("vllm:spec_decode_num_drafts_total") - before
+
+
+def test_counters_of_the_servers_whole_life_are_not_told_as_those_of_a_load(served):
+    served.http.post("/v1/completions", json={"prompt": "before", "max_tokens": 20})
+    result = run_load(served.url, Load(1), 2)
+    assert result.report()["prefix_cache_hit_rate"] is not None and result.speculation is not None
+    result.before = Scrape()
+    report = result.report()
+    assert report["prefix_cache_hit_rate"] is None and result.speculation is None, "the scrape before it failed"
+    assert not [name for name in report if name.startswith("spec_decode")]
 
 
 def test_texts_are_those_that_the_server_gives_others(served):

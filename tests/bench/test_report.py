@@ -7,6 +7,7 @@ from rich.console import Console
 
 from peagle.bench.cells import Answer, Cell, CellResult, Comparison, StepSplit
 from peagle.bench.report import check_plot, document_of, plot, tables
+from peagle.cli.bench import TABLE_WIDTH
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError, MissingExtraError
 
@@ -46,7 +47,7 @@ def document():
 
 
 def shown(document):
-    console = Console(width=170, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=TABLE_WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(*tables(document), sep="\n")
     console.file.close()
     return console.export_text()
@@ -68,6 +69,17 @@ def test_the_table_shows_every_measure(document):
         assert f" {value} " in row, (value, row)
     assert "0 (0) of 2" in row
     assert "questions: 2 prompts, up to 8 tokens; tiny, float32 on cpu" in text
+
+
+def test_the_number_of_requests_stands_beside_a_speed_up_over_other_requests():
+    fewer = result("transformers eager", 0, 1, 40.0)
+    fewer.answers = fewer.answers[:1]
+    document = document_of([*RESULTS[:3], fewer, RESULTS[-1]], **FACTS)
+    assert [cell["num_requests"] for cell in document["cells"]] == [2, 2, 2, 1, 0]
+    assert [cell["speedup_plain_requests"] for cell in document["cells"]] == [2, 2, 2, 2, None]
+    rows = shown(document).splitlines()
+    assert " 1 (2) " in next(row for row in rows if "transformers eager" in row)
+    assert " 2 (2) " not in next(row for row in rows if "p-eagle K=2" in row)
 
 
 def test_a_failure_is_a_row_with_its_reason(document):

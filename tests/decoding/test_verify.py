@@ -375,13 +375,18 @@ def test_a_request_is_verified_the_same_alone_and_in_a_batch() -> None:
             assert as_lists(alone) == ([together[0][row].item()], [together[1][row].item()])
 
 
-def test_a_bonus_token_is_the_plain_draw_of_its_position() -> None:
+@pytest.mark.parametrize("num_columns", range(K + 1))
+def test_a_bonus_token_is_the_plain_draw_of_its_position(num_columns: int) -> None:
     seed_B = torch.arange(500)
-    target_BLV = TARGET_TABLES[0].expand(500, 1, V)
-    nothing = torch.empty(500, 0, dtype=torch.int64)
-    arguments = (nothing, torch.zeros_like(seed_B), seed_B, torch.full_like(seed_B, POSITION))
-    bonus_B = verify_sampled(target_BLV, torch.empty(500, 0, V), *arguments).next_token_B
-    assert torch.equal(bonus_B, plain_text(seed_B)[:, 0])
+    plain_BL = plain_text(seed_B)
+    drafted_BK = plain_BL[:, :num_columns]
+    target_BLV = along(TARGET_TABLES[: num_columns + 1], drafted_BK)
+    draft_BKV = target_BLV[:, :num_columns]  # of one mind with the target, so everything is accepted
+    for num_draft in range(num_columns + 1):
+        arguments = (drafted_BK, torch.full_like(seed_B, num_draft), seed_B, torch.full_like(seed_B, POSITION))
+        num_accepted_B, bonus_B = verify_sampled(target_BLV, draft_BKV, *arguments)
+        assert num_accepted_B.unique().tolist() == [num_draft]
+        assert torch.equal(bonus_B, plain_BL[:, num_draft])
 
 
 # --- where it runs

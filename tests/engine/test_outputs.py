@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from families import family_target, trained_drafter
+from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.async_engine import AsyncEngine
@@ -94,6 +95,34 @@ def test_the_last_update_of_a_request_carries_what_its_output_says(small: Engine
     stats = small.stats()
     assert stats.num_draft_tokens == metrics.num_draft_tokens + second.num_draft_tokens
     assert stats.num_prompt_tokens == len(PROMPTS[3]) + len(PROMPTS[4])
+
+
+def cut_inside_a_draft(target: HFTarget, drafter: Drafter, prompt: list[int]) -> tuple[SamplingParams, Acceptance]:
+    """Params that end the answer at the first of several accepted tokens, and what the reference counts with them."""
+    num_tokens = 0
+    for step in decode(target, prompt, PARAMS, drafter=drafter, num_draft_tokens=NUM_DRAFT_TOKENS):
+        if step.num_accepted > 1:
+            params = replace(PARAMS, max_tokens=num_tokens + 1)
+            break
+        num_tokens += len(step.token_ids)
+    else:
+        raise AssertionError("the drafter is too often wrong to show anything")
+    steps = list(decode(target, prompt, params, drafter=drafter, num_draft_tokens=NUM_DRAFT_TOKENS))
+    assert steps[-1].num_accepted > steps[-1].num_accepted_emitted == 1
+    accepted = [step.num_accepted_emitted for step in steps if step.draft_token_ids]
+    return params, Acceptance.of(accepted, NUM_DRAFT_TOKENS)
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[1]])
+def test_accepted_tokens_after_the_end_of_an_answer_are_not_counted(
+    target: HFTarget, drafter: Drafter, small: Engine, prompt: list[int]
+) -> None:
+    params, expected = cut_inside_a_draft(target, drafter, prompt)
+    heard: list[Update] = []
+    name = small.add(prompt, params, on_update=heard.append)
+    assert run(small)[name].metrics.acceptance == expected
+    assert sum(update.num_accepted for update in heard) == expected.num_accepted
+    assert tuple(small.stats().accepted_per_position) == expected.accepted_per_position
 
 
 def test_an_aborted_request_tells_how_far_it_came(small: Engine) -> None:

@@ -134,14 +134,19 @@ def test_the_youngest_preempts_itself_when_it_is_the_one_that_cannot_grow() -> N
 
 
 def test_nobody_is_admitted_in_the_plan_that_preempts() -> None:
-    scheduler = make(num_pages=8, page_size=4)
-    add(scheduler, "old", 9, max_tokens=15)
-    young = add(scheduler, "young", 9, max_tokens=15)
-    add(scheduler, "tiny", 1, max_tokens=1)
-    while not (plan := scheduler.plan()).preempted:
-        for request in plan.decodes:
-            see(scheduler, request)
+    scheduler = make()
+    add(scheduler, "old", 9)
+    young = add(scheduler, "young", 9, num_draft_tokens=4)
+    for _ in range(4):  # passes that nobody has seen take pages, which it can begin again without
+        scheduler.plan()
+    hog = scheduler.pages.allocate(scheduler.pages.num_free)
+    plan = scheduler.plan()
+    assert names(plan.preempted) == ["young"] and names(plan.decodes) == ["old"]
     assert plan.chunks == () and young.state == "waiting"
+    num_needed = scheduler.pages.pages_for(young.reach(1)) + len(plan.decodes)
+    assert num_needed <= scheduler.pages.num_free, "or memory alone would have kept it out"
+    assert [chunk.request for chunk in scheduler.plan().chunks] == [young], "the next plan lets it in"
+    scheduler.pages.release(hog)
 
 
 def test_abort_while_waiting_in_prefill_and_in_decode_gives_everything_back() -> None:

@@ -8,9 +8,14 @@ import time
 import httpx
 import pytest
 
+from families import trained_drafter
+from peagle.decoding.reference import decode
+from peagle.engine.llm import LLM
+from peagle.sampling_params import SamplingParams
 from peagle.server.protocol import NEUTRAL, SAMPLING_FIELDS, ChatBody, CompletionBody
 from peagle.server.sampling import NEUTRAL_VALUES, PASSED_ON
 from serving import running, tiny_llm
+from tiny import tiny_target
 
 CHAT = "/v1/chat/completions"
 
@@ -183,17 +188,31 @@ def test_stop_string_that_is_split_over_tokens_is_cut_right_in_a_stream(served):
         assert "".join(stream_texts(served, ask | {"stop": [stop]})) == expected
 
 
-def test_end_token_inside_an_accepted_draft_ends_the_stream_there(served):
-    tokenizer = served.service.tokenizer
+def well_drafted_llm():
+    """Its drafter has learned the answer to "the" by heart, so that most of the drafts there are accepted."""
+    target = tiny_target()
+    prompt_ids, params = target.tokenizer.encode("the"), SamplingParams(max_tokens=60, ignore_eos=True)
+    answer = [token for step in decode(target, prompt_ids, params) for token in step.token_ids]
+    drafter = trained_drafter(target, [[*prompt_ids, *answer]])
+    return LLM(target, drafter, 4, max_batch=8, max_length=256, page_size=16)
+
+
+def test_end_token_inside_an_accepted_draft_ends_the_stream_there():
     ask = {"prompt": "the", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    whole = served.http.post("/v1/completions", json=ask).json()["choices"][0]
-    for position in range(5, 15):
-        end = whole["token_ids"][position]
-        first = whole["token_ids"].index(end)
-        shorter = served.http.post("/v1/completions", json=ask | {"stop_token_ids": [end]}).json()["choices"][0]
-        assert shorter["token_ids"] == whole["token_ids"][: first + 1] and shorter["finish_reason"] == "stop"
-        streamed = "".join(stream_texts(served, ask | {"stop_token_ids": [end]}))
-        assert streamed == shorter["text"] == tokenizer.decode(whole["token_ids"][:first], skip_special_tokens=True)
+    with running(well_drafted_llm) as served:
+        tokenizer = served.service.tokenizer
+        detailed = ask | {"speculation": {"details": True}}
+        whole = served.http.post("/v1/completions", json=detailed).json()["choices"][0]
+        token_ids, kinds = whole["token_ids"], [token["kind"] for token in whole["speculation"]["tokens"]]
+        first_places = [index for index, token in enumerate(token_ids) if token not in token_ids[:index]]
+        inside = [index for index in first_places if kinds[index : index + 2] == ["accepted", "accepted"]]
+        assert len(inside) >= 3, kinds
+        for first in inside[:8]:
+            stopped = ask | {"stop_token_ids": [token_ids[first]]}
+            shorter = served.http.post("/v1/completions", json=stopped).json()["choices"][0]
+            assert shorter["token_ids"] == token_ids[: first + 1] and shorter["finish_reason"] == "stop"
+            streamed = "".join(stream_texts(served, stopped))
+            assert streamed == shorter["text"] == tokenizer.decode(token_ids[:first], skip_special_tokens=True)
 
 
 def stream_texts(served, body):

@@ -101,10 +101,10 @@ def assert_equal_gradients(left, right):
         )
 
 
-@pytest.mark.parametrize("embeddings", ["shared", "own"])
+@pytest.mark.parametrize(("embeddings", "head"), [("shared", "shared"), ("own", "shared"), ("shared", "own")])
 @pytest.mark.parametrize("loss", ["kl", "ce", "kl+ce"])
-def test_packed_chunked_gradients_are_those_of_each_document_alone(target, loss, embeddings):
-    drafter = new_drafter(target, embeddings=embeddings)
+def test_packed_chunked_gradients_are_those_of_each_document_alone(target, loss, embeddings, head):
+    drafter = new_drafter(target, embeddings=embeddings, head=head)
     batch = packed_batch()
     assert batch.labels.num_chunks > 1, "several chunks, or the test shows less"
     assert max(batch.document_BT.amax(1).tolist()) > 0, "several documents a row"
@@ -115,12 +115,13 @@ def test_packed_chunked_gradients_are_those_of_each_document_alone(target, loss,
     assert found_loss.item() == pytest.approx(plain.item(), rel=1e-6)
     assert_equal_gradients(found, gradients(drafter))
     assert ("embed_tokens.weight" in found) == (embeddings == "own")
+    assert ("lm_head.weight" in found) == (head == "own")
 
 
 @pytest.mark.parametrize("num_partitions", [2, 3, 5, 16])
 @pytest.mark.parametrize("checkpoint_activations", [False, True])
 def test_partitions_give_the_gradients_of_one_pass(target, num_partitions, checkpoint_activations):
-    drafter = new_drafter(target, embeddings="own")
+    drafter = new_drafter(target, embeddings="own", head="own")
     whole = packed_batch()
     features = random_features(target, whole)
     whole_loss, whole_sums, expected = accumulated(drafter, whole, features)

@@ -150,27 +150,31 @@ def test_drafts_from_every_anchor_are_the_served_ones(target, drafter):
         assert drafts[0, anchor].tolist() == served, f"anchor {anchor}"
 
 
-def test_a_draft_counts_only_inside_its_answer(target, drafter):
-    row = conversation(target, (5, 6))
-    longer = conversation(target, (5, 12))
+def always_right(num_draft_tokens):
+    """In place of `draft_everywhere`: the text's own tokens from every anchor, also beyond the end of its answer."""
+
+    def draft(target, drafter, token_ids_BT, depths_BT):
+        longer = torch.nn.functional.pad(token_ids_BT, (0, num_draft_tokens), value=-1)
+        return longer.unfold(1, num_draft_tokens, 1)[:, 2 : token_ids_BT.shape[1]]
+
+    return draft
+
+
+def test_a_draft_counts_only_inside_its_answer(target, drafter, monkeypatch):
+    row = conversation(target, (5, 9))
+    longer = conversation(target, (5, 20))
     assert longer.token_ids[: len(row)].tolist() == row.token_ids.tolist()
     cut = Conversation(longer.token_ids, np.arange(len(longer)) < len(row))
     cut.loss_mask[:5] = False
     assert replay(target, drafter, [cut], 5) == replay(target, drafter, [row], 5)
+    monkeypatch.setattr("peagle.training.replay.draft_everywhere", always_right(5))
+    # Eight tokens after the first: six in a step, and the answer ends two tokens into the second draft.
+    assert replay(target, drafter, [cut], 5) == replay(target, drafter, [row], 5) == Acceptance(2, (2, 2, 1, 1, 1))
 
 
 def test_always_right_drafts_have_the_longest_acceptance(target, drafter, monkeypatch):
     row = conversation(target, (4, 21))
-    tokens = torch.from_numpy(row.token_ids).long()
-
-    def perfect(target, drafter, token_ids, depths):
-        drafts = torch.full((1, len(tokens) - 2, 4), -1)
-        for depth in range(4):
-            known = tokens[2 + depth :]
-            drafts[0, : len(known), depth] = known[: len(tokens) - 2]
-        return drafts
-
-    monkeypatch.setattr("peagle.training.replay.draft_everywhere", perfect)
+    monkeypatch.setattr("peagle.training.replay.draft_everywhere", always_right(4))
     result = replay(target, drafter, [row], 4)
     # 20 tokens after the first, five a step.
     assert result.num_drafts == 4 and result.acceptance_length == 5.0 and result.per_position == [1.0] * 4

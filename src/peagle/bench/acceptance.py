@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.workloads import Prompt
@@ -11,16 +11,18 @@ from peagle.errors import RequestError
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.decoding.reference import StartsDrafting
+    from peagle.decoding.reference import StartsDrafting, Step
     from peagle.targets.hf import HFTarget
 
 NEAR_TIE = 1e-3
-"""A top-two logit gap of the target below which two ways of computing the same logits may choose differently."""
+"""A gap between logits of the target below which two ways of computing them may choose differently."""
 NEAR_TIE_IN_STEPS = 32
 """The same in low precision, in rounding steps of the number 1: two steps of a logit of 16, so 0.25 in bfloat16."""
 
 PIECE = 8
 """Tokens of the pieces by which rounding is measured: as many rows as a verification has."""
+WARMUP_TOKENS = 16
+"""Answer length before the clock runs: a few steps of each kind, so that no first use is measured."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Divergence:
     token: int
     """index of the first answer token that differs"""
     target_gap: float | None
-    """how far the target's two best logits are apart there; None for sampled answers, of which it says little"""
+    """how far the worse of the two tokens is below the target's best there, in logits; None for sampled answers, of
+    which it says little"""
     is_near_tie: bool
     """whether rounding explains it"""
 
@@ -46,7 +49,8 @@ def first_divergence(
     """Where the answer with drafts leaves the plain one; None when they are the same.
 
     With exact arithmetic there is no such place, and in low precision it must sit at a near tie of the target's own:
-    a gap of at most `limit`, by default `near_tie`.
+    both tokens at most `limit` below its best logit, by default `near_tie`. An answer that goes on after the other's
+    end is no tie: up to there they are the same text.
     """
     if list(plain) == list(drafted):
         return None
@@ -54,8 +58,17 @@ def first_divergence(
     token = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(plain), len(drafted)))
     if not params.is_greedy:
         return Divergence(token, None, False)
-    gap = target.top_two_gap([*prompt_ids, *plain[:token]])
-    return Divergence(token, gap, gap <= (near_tie(target) if limit is None else limit))
+    emitted = [answer[token] for answer in (plain, drafted) if token < len(answer)]
+    gap = gap_to_best(target, [*prompt_ids, *plain[:token]], emitted)
+    return Divergence(token, gap, len(emitted) == 2 and gap <= (near_tie(target) if limit is None else limit))
+
+
+def gap_to_best(target: "HFTarget", text: Sequence[int], token_ids: Sequence[int]) -> float:
+    """How far the worst of these tokens is below the target's best one after `text`, in logits."""
+    import torch
+
+    logits_V = target.forward(torch.tensor([list(text)], device=target.device)).logits_BTV[0, -1].float()
+    return float(logits_V.max() - logits_V[list(token_ids)].min())
 
 
 def near_tie(target: "HFTarget") -> float:
@@ -104,6 +117,20 @@ class Evaluation:
     def num_identical(self) -> int:
         return self.num_compared - len(self.divergences)
 
+    def add(self, steps: "Sequence[Step]", seconds: float) -> None:
+        """Count an answer with drafts."""
+        accepted = [step.num_accepted_emitted for step in steps if step.draft_token_ids]
+        self.acceptance += Acceptance.of(accepted, self.num_draft_tokens)
+        self.num_tokens += len(_tokens(steps))
+        self.seconds += seconds
+        self.num_prompts += 1
+
+    def add_plain(self, steps: "Sequence[Step]", seconds: float) -> None:
+        """Count a plain answer that the one with drafts is compared with."""
+        self.plain_tokens += len(_tokens(steps))
+        self.plain_seconds += seconds
+        self.num_compared += 1
+
     def report(self) -> dict[str, Any]:
         """A JSON-ready summary. `identical_to_plain` is None when plain decoding was not run."""
         speed = self.num_tokens / max(self.seconds, 1e-9)
@@ -146,33 +173,39 @@ def evaluate(
 ) -> Evaluation:
     """Decode every prompt with drafts and, with `compare`, plainly; `on_prompt` follows each one.
 
-    All prompts are checked before the first is decoded.
+    All prompts are checked before the first is decoded. Both ways are warmed up, and take turns in going first, so that
+    neither has the better of a machine that warms up or slows down.
     """
-    from peagle.decoding.reference import decode
+    from peagle.decoding import reference
+
+    def decode(prompt_ids: list[int], is_plain: bool, params: SamplingParams = params) -> "tuple[list[Step], float]":
+        drafts: dict[str, Any] = {} if is_plain else {"drafter": drafter, "num_draft_tokens": num_draft_tokens}
+        started = time.perf_counter()
+        steps = list(reference.decode(target, prompt_ids, params, **drafts))
+        return steps, time.perf_counter() - started
 
     drafter.check_num_draft_tokens(num_draft_tokens)
     rendered = [render_prompt(target, prompt) for prompt in prompts]
     totals = Evaluation(num_draft_tokens, Acceptance(0, (0,) * num_draft_tokens))
+    order = (False, True) if compare else (False,)
+    for is_plain in order if rendered else ():
+        decode(rendered[0], is_plain, replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS)))
     for prompt, prompt_ids in zip(prompts, rendered, strict=True):
-        started = time.perf_counter()
-        steps = list(decode(target, prompt_ids, params, drafter=drafter, num_draft_tokens=num_draft_tokens))
-        totals.seconds += time.perf_counter() - started
-        accepted = [step.num_accepted_emitted for step in steps if step.draft_token_ids]
-        totals.acceptance += Acceptance.of(accepted, num_draft_tokens)
-        token_ids = [token for step in steps for token in step.token_ids]
-        totals.num_tokens += len(token_ids)
-        totals.num_prompts += 1
+        found = {is_plain: decode(prompt_ids, is_plain) for is_plain in order}
+        totals.add(*found[False])
         if compare:
-            started = time.perf_counter()
-            plain = [token for step in decode(target, prompt_ids, params) for token in step.token_ids]
-            totals.plain_seconds += time.perf_counter() - started
-            totals.plain_tokens += len(plain)
-            totals.num_compared += 1
-            divergence = first_divergence(target, prompt_ids, plain, token_ids, params)
+            totals.add_plain(*found[True])
+            plain, drafted = (_tokens(found[is_plain][0]) for is_plain in (True, False))
+            divergence = first_divergence(target, prompt_ids, plain, drafted, params)
             if divergence is not None:
                 totals.divergences.append((prompt.id, divergence))
+        order = order[::-1]
         on_prompt(totals)
     return totals
+
+
+def _tokens(steps: "Sequence[Step]") -> list[int]:
+    return [token for step in steps for token in step.token_ids]
 
 
 def render_prompt(target: "HFTarget", prompt: Prompt) -> list[int]:

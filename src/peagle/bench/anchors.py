@@ -28,8 +28,8 @@ EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 CONTINUOUS = "transformers continuous batching"
 
-FEW_REQUESTS = 4
-"""Enough at a small concurrency: eager decoding of a whole workload one by one would take most of a run."""
+MOST_BATCHES = 10
+"""At a small concurrency not all requests are run: decoding a whole workload one by one would take most of a run."""
 WARMUP_TOKENS = 8
 STANDARD_ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 BLOCK_SIZE = 256
@@ -56,9 +56,10 @@ def run_anchors(
 ) -> None:
     """Measure the anchors of these names at every concurrency and append to `results`.
 
-    `num_requests` gives the requests by the concurrency; of many, a smaller number is run.
-    One that fails is recorded with its reason, and the others go on. The target is left as it was found: its
-    attention, its taps, and nothing compiled.
+    `num_requests` gives the requests by the concurrency, which are those of the engine's cells. They are run in whole
+    batches, and only the first of them where there would be more than `MOST_BATCHES`. An anchor that fails is recorded
+    with its reason, and the others go on. The target is left as it was found: its attention, its taps, and nothing
+    compiled.
     """
     anchors = {"eager": (EAGER, run_eager), "static": (STATIC, run_static), "continuous": (CONTINUOUS, run_continuous)}
     for method, run in (anchors[name] for name in names):
@@ -67,7 +68,7 @@ def run_anchors(
             try:
                 with as_loaded(target):
                     reset_peak_memory(target.device)
-                    batches = batches_of(len(prompts), places, min(num_requests(places), max(2 * places, FEW_REQUESTS)))
+                    batches = batches_of(len(prompts), places, min(num_requests(places), MOST_BATCHES * places))
                     result.answers, result.seconds = run(target, prompts, batches, max_tokens)
                     result.memory_bytes = peak_memory(target.device)
             except Exception as error:  # anything: another project's code on any model must not end our run

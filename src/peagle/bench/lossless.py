@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.acceptance import PIECE, measured_near_tie
+from peagle.bench.acceptance import PIECE, gap_to_best, measured_near_tie
 from peagle.bench.sampling_test import LENGTH, Fit, fit, fit_cells, opening_probs
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError
@@ -263,19 +263,11 @@ def _compare_greedy(
         token = _first_difference(one, other)
         if token is not None:
             emitted = [answer[token] for answer in (one, other) if token < len(answer)]
-            gap = _distance_to_best(target, [*prompt, *other[:token]], emitted)
+            gap = gap_to_best(target, [*prompt, *other[:token]], emitted)
             # One answer that went on after the other's end is no tie: up to there they are the same text.
             is_near_tie = limit is not None and len(emitted) == 2 and gap <= limit
             partings.append(Parting(index, None, token, gap, is_near_tie))
     return Comparison(name, len(ours), sum(map(len, theirs)), limit, tuple(partings))
-
-
-def _distance_to_best(target: "HFTarget", text: list[int], emitted: list[int]) -> float:
-    """How far the worst of the tokens emitted after `text` lies below the target's best one there, in logits."""
-    import torch
-
-    logits_V = target.forward(torch.tensor([text], device=target.device)).logits_BTV[0, -1].float()
-    return float(logits_V.max() - logits_V[emitted].min())
 
 
 def _compare_seeded(

@@ -106,7 +106,8 @@ class Result:
 
     @property
     def speculation(self) -> Speculation | None:
-        return Speculation.between(self.before, self.after)
+        """None also where the first scrape failed: what the server counted before is not told from this load's."""
+        return Speculation.between(self.before, self.after) if self.before else None
 
     @property
     def failures(self) -> dict[str, int]:
@@ -218,6 +219,8 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def _hit_rate(before: Scrape, after: Scrape) -> float | None:
+    if not before:
+        return None
     queries = gained(before, after, "vllm:prefix_cache_queries_total")
     hits = gained(before, after, "vllm:prefix_cache_hits_total")
     return round(hits / queries, 4) if queries and hits is not None else None

@@ -25,13 +25,16 @@ MARKERS = "os^Dv"
 def document_of(results: Sequence[CellResult], **facts: Any) -> dict[str, Any]:
     """The JSON document of a run: `facts` about it as they are given, then the cells with their speed-up over plain.
 
-    The speed-up is against plain decoding at the same concurrency, and None where that was not run.
+    The speed-up is against plain decoding at the same concurrency, and None where that was not run. Beside it stands
+    how many requests plain decoding answered there: an anchor may have run only the first of them.
     """
     cells = [result.report() for result in results]
-    plain = {cell["concurrency"]: cell["output_tokens_per_second"] for cell in cells if cell["method"] == PLAIN}
+    plain = {cell["concurrency"]: cell for cell in cells if cell["method"] == PLAIN}
     for cell in cells:
-        ours, base = cell["output_tokens_per_second"], plain.get(cell["concurrency"])
-        cell["speedup"] = round(ours / base, 3) if ours and base else None
+        base = plain.get(cell["concurrency"], {})
+        ours, theirs = cell["output_tokens_per_second"], base.get("output_tokens_per_second")
+        cell["speedup"] = round(ours / theirs, 3) if ours and theirs else None
+        cell["speedup_plain_requests"] = base["num_requests"] if ours and theirs else None
     return facts | {"cells": cells}
 
 
@@ -50,7 +53,15 @@ def tables(document: dict[str, Any]) -> list[Table]:
 def _sweep_table(document: dict[str, Any]) -> Table:
     table = Table(title=_title(document), caption=_caption(document))
     table.add_column("method", no_wrap=True)
-    columns = ("conc.", "tokens/s", "x plain", "TTFT ms\nmean p50 p95", "ms/token\nmean p50 p95", "AL")
+    columns = (
+        "conc.",
+        "requests\n(plain's)",
+        "tokens/s",
+        "x plain",
+        "TTFT ms\nmean p50 p95",
+        "ms/token\nmean p50 p95",
+        "AL",
+    )
     for name in (*columns, "step ms\nwall", "verify", "draft", "host gap", "memory\nGiB", "differ\n(near ties)"):
         table.add_column(name, justify="right")
     for cell in document["cells"]:
@@ -58,6 +69,7 @@ def _sweep_table(document: dict[str, Any]) -> Table:
         table.add_row(
             cell["label"],
             str(cell["concurrency"]),
+            _requests(cell),
             "failed" if cell["failure"] else _number(cell["output_tokens_per_second"], 1),
             _number(cell["speedup"], 2),
             _spread(cell["ttft_ms"], 1),
@@ -85,8 +97,8 @@ def _caption(document: dict[str, Any]) -> str | None:
     limits = {cell["near_tie"] for cell in document["cells"] if cell["near_tie"]}
     largest = max((cell["largest_gap"] or 0.0 for cell in document["cells"]), default=0.0)
     return (
-        "differ: answers that part from plain decoding's at the lowest concurrency (of them at a near tie: the "
-        f"target's two best logits at most {max(limits):g} apart, as far as rounding moves them; largest {largest:g})"
+        "differ: answers that part from plain decoding's at the lowest concurrency (of them at a near tie: both tokens "
+        f"at most {max(limits):g} below the target's best logit, as far as rounding moves it; largest {largest:g})"
     )
 
 
@@ -136,6 +148,12 @@ def _number(value: float | None, digits: int) -> str:
 
 def _spread(spread: dict[str, float] | None, digits: int) -> str:
     return "-" if spread is None else " ".join(_number(spread[name], digits) for name in ("mean", "p50", "p95"))
+
+
+def _requests(cell: dict[str, Any]) -> str:
+    """How many were answered, and of how many where plain decoding, which the speed-up is against, had others."""
+    ours, plain = cell["num_requests"], cell["speedup_plain_requests"]
+    return str(ours) if plain in (None, ours) else f"{ours} ({plain})"
 
 
 def _gap(step: dict[str, float | None]) -> str:

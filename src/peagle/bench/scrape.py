@@ -175,6 +175,10 @@ class Speculation:
 
 
 def gained(before: Scrape, after: Scrape, *names: str) -> float | None:
-    """By how much the first of these counters grew; None where the server does not have it."""
+    """By how much the first of these counters grew; None where the server does not have it.
+
+    From an empty scrape on this is what it counted since its start. Where an empty one means that a scrape failed, the
+    caller must not ask.
+    """
     now = after.total(*names)
     return None if now is None else now - (before.total(*names) or 0.0)

@@ -318,7 +318,7 @@ def explanation(divergence: Divergence, dtype: str) -> str:
     where = f"They part at token {divergence.token}"
     if divergence.target_gap is None:
         return f"{where}. Sampled answers part where rounding moves a draw."
-    apart = f"{where}, where the logits of the target's own two best tokens are {divergence.target_gap:.4f} apart"
+    apart = f"{where}, where the worse token's logit is {divergence.target_gap:.4f} below the target's best"
     if not divergence.is_near_tie:
         return f"{apart}, too far for rounding in {dtype} to explain it. Please report this."
     advice = "" if dtype == "float32" else " With --dtype float32 the answers are identical."
