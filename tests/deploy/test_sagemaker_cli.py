@@ -52,6 +52,18 @@ def test_a_dry_run_prints_the_calls_without_credentials(peagle):
 
 
 @pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize(
+    ("tag", "names"),
+    [("server-sagemaker-cuda-v2.2", "chat"), ("server-sagemaker-cuda-v2.4", '["chat", "gpt-oss-20b"]')],
+)
+def test_requests_may_use_the_target_s_name_too_where_the_image_takes_several(peagle, tag, names):
+    words = ("deploy", "sagemaker", "chat", "--target", "gpt-oss-20b", "--role", ROLE, "--region", REGION)
+    result = peagle(*words, "--vllm-tag", tag, "--dry-run")
+    model = json.loads(result.out.splitlines()[0])["parameters"]["PrimaryContainer"]
+    assert model["Environment"]["SM_VLLM_SERVED_MODEL_NAME"] == names and model["Image"].endswith(tag)
+
+
+@pytest.mark.usefixtures("nowhere")
 def test_a_dry_run_of_directories_names_every_file_and_an_update_differs_in_one_call(peagle, models):
     words = ("chat", "--target", models / "target", "--drafter", models / "drafter", "--image", f"{IMAGE}:1")
     host = ("--instance", "ml.m5.xlarge", "--role", ROLE, "--region", REGION, "--dry-run")

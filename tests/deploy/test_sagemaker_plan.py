@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.deploy.sagemaker.checks import check_instance, trusts_sagemaker
-from peagle.deploy.sagemaker.container import variables, vllm_release
+from peagle.deploy.sagemaker.container import reads_lists, variables, vllm_release
 from peagle.deploy.sagemaker.files import read_directory
 from peagle.deploy.sagemaker.images import num_gpus, read_image, vllm_image
 from peagle.deploy.sagemaker.invoke import Events
@@ -47,9 +47,10 @@ def test_own_server_takes_the_same_variables():
     assert read.target == "openai/gpt-oss-20b" and read.drafter == DRAFTER.model and read.num_draft_tokens == 7
     assert read.server["served_model_name"] == ("chat", "gpt-oss-20b") and read.dtype == "float16"
     assert read.engine == {"max_batch": 16, "capture": False, "compile": False} and read.unmatched == ()
-    for name in ("SM_VLLM_MODEL", "SM_VLLM_SPECULATIVE_CONFIG", "SM_VLLM_PORT"):
-        with pytest.raises(ConfigError, match=f"--env {name}: the options decide that"):
-            variables(LAUNCH, "native", VLLM, {name: "x"}, is_uploaded=True)
+    with pytest.raises(ConfigError, match="--env SM_VLLM_SPECULATIVE_CONFIG: the options decide that"):
+        variables(
+            replace(LAUNCH, num_draft_tokens=0), "native", VLLM, {"SM_VLLM_SPECULATIVE_CONFIG": "x"}, is_uploaded=True
+        )
 
 
 def test_options_of_vllm_are_taken_in_and_what_depends_on_them_fits():
@@ -58,8 +59,61 @@ def test_options_of_vllm_are_taken_in_and_what_depends_on_them_fits():
     assert "SM_VLLM_MODEL" not in found, "the files are at /opt/ml/model"
     assert found["SM_VLLM_MAX_NUM_BATCHED_TOKENS"] == str(8192 + 6 * 64), "placeholders of 64 requests, not of 256"
     assert found["SM_VLLM_QUANTIZATION"] == "fp8" and found["SM_VLLM_ENFORCE_EAGER"] == "true" and found["TZ"] == "UTC"
-    with pytest.raises(ConfigError, match="--model cannot be given to vLLM here"):
-        variables(LAUNCH, "vllm", VLLM, {"SM_VLLM_MODEL": "other"}, is_uploaded=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "native"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("MODEL", "use --target"),
+        ("SERVED_MODEL_NAME", "requests call the target by the endpoint's NAME: choose that"),
+        ("PORT", "SageMaker asks on port 8080"),
+        ("API_KEY", "callers are let in by IAM"),
+        ("HF_TOKEN", "use --upload-target"),
+    ],
+)
+def test_variables_that_are_decided_elsewhere_are_refused_with_what_this_command_has(engine, name, remedy):
+    with pytest.raises(ConfigError, match=f"--env SM_VLLM_{name} cannot be given") as caught:
+        variables(LAUNCH, engine, VLLM, {f"SM_VLLM_{name}": "x"}, is_uploaded=False)
+    assert remedy in str(caught.value)
+
+
+def test_an_option_of_vllm_that_is_switched_off_is_off():
+    def words(**asked: str) -> list[str]:
+        given = {f"SM_VLLM_{name}": value for name, value in asked.items()}
+        return vllm_arguments(variables(LAUNCH, "vllm", Installed("0.32.0"), given, is_uploaded=False), None)
+
+    assert "--enable-prefix-caching" in words() and "--enable-per-request-metrics" in words()
+    found = words(ENABLE_PREFIX_CACHING="False ", ENABLE_PER_REQUEST_METRICS="false", ENFORCE_EAGER="false")
+    assert "--no-enable-prefix-caching" in found and "--enable-prefix-caching" not in found
+    assert "--enable-per-request-metrics" not in found and "--enforce-eager" not in found
+    for name in ("MAX_NUM_SEQS", "SPECULATIVE_CONFIG"):
+        with pytest.raises(ConfigError, match="takes one value, got 0"):
+            words(**{name: "false"})
+
+
+def test_an_image_that_makes_one_word_of_a_list_gets_one_name_and_no_lists():
+    found = variables(LAUNCH, "vllm", VLLM, {}, is_uploaded=False, reads_lists=False)
+    assert found["SM_VLLM_SERVED_MODEL_NAME"] == "chat", "the endpoint's"
+    asked = {"SM_VLLM_LORA_MODULES": '["a=x", "b=y"]'}
+    with pytest.raises(ConfigError, match="--env SM_VLLM_LORA_MODULES is a list") as caught:
+        variables(LAUNCH, "vllm", VLLM, asked, is_uploaded=False, reads_lists=False)
+    assert "--vllm-tag server-sagemaker-cuda-v2.4" in str(caught.value)
+    assert variables(LAUNCH, "vllm", VLLM, asked, is_uploaded=False)["SM_VLLM_LORA_MODULES"] == '["a=x", "b=y"]'
+    tags = {
+        "server-sagemaker-cuda-v2.2": False,
+        "server-sagemaker-cuda-v2.4": True,
+        "server-sagemaker-cuda-v2.10": True,
+    }
+    tags |= {"server-sagemaker-cuda-v3.0": True, "0.21.0-gpu-py312-cu130-ubuntu22.04-sagemaker-v1.4": False}
+    assert {tag: reads_lists(tag) for tag in tags} == tags
+
+
+def test_a_list_that_vllm_reads_as_json_stays_one_word():
+    asked = {"SM_VLLM_ALLOWED_ORIGINS": '["https://a"]'}
+    for known in (True, False):
+        found = variables(LAUNCH, "vllm", VLLM, asked, is_uploaded=False, reads_lists=known)
+        assert found["SM_VLLM_ALLOWED_ORIGINS"] == '["https://a"]'
 
 
 @pytest.mark.parametrize(
@@ -95,6 +149,8 @@ def test_limits_of_sagemaker_are_checked_before_it_does():
         deployment(role="MyRole")
     with pytest.raises(ConfigError, match="between 60 and 3600, got 30"):
         deployment(startup_seconds=30)
+    with pytest.raises(ConfigError, match="--tags aws:x: names that begin with"):
+        deployment(tags={"aws:x": "y"})
     with pytest.raises(ConfigError, match="belong together"):
         deployment(subnets=("subnet-1",))
     with pytest.raises(ConfigError, match="must be at least 1, got 0"):

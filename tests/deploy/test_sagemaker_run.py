@@ -216,9 +216,11 @@ UPDATES = (
     "upload_file",
     "create_model",
     "create_endpoint_config",
+    "add_tags",
     "delete_scaling_policy",
     "deregister_scalable_target",
     "update_endpoint",
+    "delete_tags",
     "register_scalable_target",
     "put_scaling_policy",
     "delete_objects",
@@ -275,6 +277,83 @@ def test_scaling_is_back_after_an_update_to_another_instance_type_was_rolled_bac
     assert before["policies"] and cloud.state() == before
 
 
+def endpoint_tags(cloud) -> list[str]:
+    arn = cloud.client("sagemaker").describe_endpoint(EndpointName="chat")["EndpointArn"]
+    return sorted({tag["Key"] for tag in cloud.client("sagemaker").list_tags(ResourceArn=arn)["Tags"]})
+
+
+PAUSE = UPDATES[UPDATES.index("add_tags") : UPDATES.index("update_endpoint") + 1]
+
+
+@pytest.mark.parametrize(("last", "looks"), [*((each, 0) for each in PAUSE), ("update_endpoint", 8)])
+def test_scaling_is_back_after_an_update_that_was_interrupted_and_rolled_back(cloud, aws, tmp_path, last, looks):
+    """`last` is the call it was interrupted after. It is gone on with at once, or when it has been rolled back."""
+    made = deployment(tmp_path)
+    operator(aws).deploy(made)
+    before, tags = cloud.state(), endpoint_tags(cloud)
+    broken = replace(made, image=f"{IMAGE}:broken", instance="ml.g6e.2xlarge")
+    number = UPDATES.index(last) - 2  # nothing is uploaded here
+    done = interrupted(Interrupting(aws, number), lambda operator: operator.update(broken, Rolling()))
+    assert done[-1] == last
+    for _ in range(looks):
+        cloud.client("sagemaker").describe_endpoint(EndpointName="chat")
+    with pytest.raises(DeployError, match="rolled back, and the endpoint serves as before"):
+        operator(aws).update(broken, Rolling())
+    assert before["policies"] and cloud.state() == before
+    assert endpoint_tags(cloud) == tags, "nothing is left behind"
+
+
+def test_who_may_not_remove_tags_can_still_update(cloud, aws, tmp_path):
+    class Denied(Interrupting):
+        def call(self, service: str, operation: str, **parameters: object) -> dict:
+            if operation == "delete_tags":
+                raise AwsError(operation, "AccessDeniedException", "not allowed")
+            return Aws.call(self, service, operation, **parameters)
+
+    made = deployment(tmp_path)
+    operator(aws).deploy(made)
+    new = replace(made, instance="ml.g6e.2xlarge", scaling=None)
+    operator(Denied(aws, 0)).update(new, Rolling())
+    with pytest.raises(DeployError, match="rolled back"):
+        operator(aws).update(replace(new, image=f"{IMAGE}:broken"), Rolling())
+    assert not cloud.state()["targets"], "scaling that was given up does not come back"
+
+
+def test_scaling_whose_tags_were_edited_is_told(cloud, aws, tmp_path):
+    made = deployment(tmp_path)
+    operator(aws).deploy(made)
+    arn = cloud.client("sagemaker").describe_endpoint(EndpointName="chat")["EndpointArn"]
+    cloud.client("sagemaker").add_tags(ResourceArn=arn, Tags=[{"Key": "peagle:paused-scaling-0", "Value": "9:what"}])
+    with pytest.raises(DeployError, match=r"peagle:paused-scaling-\* of .* cannot be read"):
+        operator(aws).update(replace(made, instance="ml.g6e.2xlarge"), Rolling())
+    assert cloud.state()["policies"], "nothing was taken away"
+
+
+def test_scaling_that_was_set_up_by_hand_comes_back_whole(cloud, aws, tmp_path):
+    operator(aws).deploy(deployment(tmp_path))
+    scaling = cloud.client("application-autoscaling")
+    place = {
+        "ServiceNamespace": "sagemaker",
+        "ResourceId": "endpoint/chat/variant/AllTraffic",
+        "ScalableDimension": "sagemaker:variant:DesiredInstanceCount",
+    }
+    metric = {"MetricName": "Load", "Namespace": "Own", "Statistic": "Average"}
+    for number in range(3):
+        goal = {"TargetValue": 10.0 + number, "CustomizedMetricSpecification": metric}
+        scaling.put_scaling_policy(
+            PolicyName=f"own-{number}", PolicyType="TargetTrackingScaling",
+            TargetTrackingScalingPolicyConfiguration=goal, **place,
+        )  # fmt: skip
+    before = cloud.state()
+    broken = replace(deployment(tmp_path), image=f"{IMAGE}:broken", instance="ml.g6e.2xlarge")
+    number = UPDATES.index("delete_scaling_policy") - 2 + 1
+    interrupted(Interrupting(aws, number), lambda operator: operator.update(broken, Rolling()))
+    assert len(cloud.state()["policies"]) == 2, "two of four are gone"
+    with pytest.raises(DeployError, match="rolled back"):
+        operator(aws).update(broken, Rolling())
+    assert sorted(cloud.state()["policies"]) == sorted(before["policies"])
+
+
 def test_scaling_is_back_after_an_update_to_another_instance_type_was_refused(cloud, aws, tmp_path):
     class Refusing(Interrupting):
         def call(self, service: str, operation: str, **parameters: object) -> dict:
@@ -288,6 +367,22 @@ def test_scaling_is_back_after_an_update_to_another_instance_type_was_refused(cl
         operator(Refusing(aws, 0)).update(replace(deployment(tmp_path), instance="ml.g6e.2xlarge"), Rolling())
     state = cloud.state()
     assert before["policies"] and all(state[key] == before[key] for key in ("endpoints", "targets", "policies"))
+
+
+def test_a_failed_smoke_test_says_that_the_endpoint_is_billed_and_how_it_ends(cloud, aws, tmp_path):
+    class Mute(Interrupting):
+        def call(self, service: str, operation: str, **parameters: object) -> dict:
+            if operation.startswith("invoke"):
+                raise AwsError(operation, "ModelError", "out of memory")
+            return Aws.call(self, service, operation, **parameters)
+
+    made = deployment(tmp_path, smoke_test=True)
+    with pytest.raises(DeployError, match=r"the endpoint chat is InService, but .* out of memory") as caught:
+        operator(Mute(aws, 0)).deploy(made)
+    assert "it stays up and is billed" in str(caught.value)
+    assert "peagle deploy sagemaker delete chat" in str(caught.value)
+    assert "/aws/sagemaker/Endpoints/chat" in str(caught.value)
+    assert cloud.state() == expected(made)
 
 
 def test_an_endpoint_that_fails_says_why_and_is_replaced_by_the_next_attempt(cloud, aws, tmp_path):

@@ -55,6 +55,15 @@ def test_an_eagle3_drafter_is_not_drafted_in_parallel_and_keeps_vllm_s_model_run
     assert "parallel_drafting" not in speculation(made) and made.environment == {}
 
 
+@pytest.mark.parametrize(
+    ("trained", "advised", "used"),
+    [(4, 7, 4), (10, 5, 5), (None, 5, 5), (None, 9, 9), (4, None, 4), (10, None, 7), (None, None, 7)],
+)
+def test_the_advised_draft_tokens_are_at_most_those_that_were_trained(trained, advised, used):
+    drafter = replace(P_EAGLE, trained_draft_tokens=trained, advised_draft_tokens=advised)
+    assert speculation(command(launch(drafter=drafter), GPU))["num_speculative_tokens"] == used
+
+
 def test_the_worked_example_of_the_module_holds():
     made = command(launch(num_draft_tokens=7, max_batch=256), GPU)
     assert flags(made)["--max-num-batched-tokens"] == ("9728",)

@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.deploy.vllm import Installed
-from peagle.deploy.vllm_models import facts_of, find_models, in_vllm_form, reason_to_convert, tensor_types
+from peagle.deploy.vllm_form import in_vllm_form, reason_to_convert
+from peagle.deploy.vllm_models import facts_of, find_models, tensor_types
 from peagle.drafter.card import DrafterCard, TargetIdentity
 from peagle.drafter.checkpoint import load_drafter, save_drafter
 from peagle.errors import CheckpointError, ConfigError, TargetError
 from peagle.targets.load import load_target
-from tiny import tiny_drafter, tiny_target
+from tiny import tiny_drafter, tiny_target, write_target
 
 NEW, OLD = Installed("0.32.0"), Installed("0.16.0")
 
@@ -40,10 +41,11 @@ def models(tmp_path_factory):
 def changed(models, tmp_path):
     """A copy of the full drafter with other settings and other names of tensors."""
 
-    def change(rename=lambda name: name, drop=(), config=None):
+    def change(rename=lambda name: name, drop=(), config=None, forget=()):
         directory = tmp_path / "changed"
         shutil.copytree(models / "full", directory)
         values = json.loads((directory / "config.json").read_text()) | (config or {})
+        values = {key: value for key, value in values.items() if key not in forget}
         (directory / "config.json").write_text(json.dumps(values))
         tensors = load_file(directory / "model.safetensors")
         kept = {rename(name): tensor for name, tensor in tensors.items() if name not in drop}
@@ -86,6 +88,48 @@ def test_a_compact_drafter_is_written_in_vllm_s_form_once_and_is_the_same(models
     assert "writing the drafter" not in caplog.text
 
 
+@pytest.fixture
+def own_target(models, tmp_path, monkeypatch):
+    """A copy of the target that can be trained on, with an empty cache; how its compact drafter is put in form."""
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(models / "target", tmp_path / "target")
+
+    def form(**options):
+        found = find_models(str(tmp_path / "target"), str(models / "compact"))
+        return in_vllm_form(found, NEW, target=str(tmp_path / "target"), **options).drafter.model
+
+    return tmp_path / "target", form
+
+
+def test_a_target_that_was_trained_on_in_place_is_compared_with_the_card_again(own_target):
+    directory, form = own_target
+    form()
+    write_target(tiny_target(seed=5), directory)
+    with pytest.raises(CheckpointError, match="its weights are not the ones the drafter was trained on"):
+        form()
+
+
+def test_a_mismatch_that_was_allowed_once_is_not_allowed_for_good(own_target, caplog):
+    caplog.set_level("INFO")
+    directory, form = own_target
+    first = form()
+    write_target(tiny_target(seed=5), directory)
+    allowed = form(allow_mismatch=True)
+    assert allowed != first, "it has the embedding table of the other target"
+    with pytest.raises(CheckpointError, match="its weights are not the ones the drafter was trained on"):
+        form()
+    caplog.clear()
+    assert form(allow_mismatch=True) == allowed
+    assert "--allow-mismatch" in caplog.text and "writing the drafter" not in caplog.text, (
+        "said each time, written once"
+    )
+
+
+def test_a_drafter_that_fits_is_not_written_again_where_a_mismatch_would_be_allowed(own_target):
+    _, form = own_target
+    assert form() == form(allow_mismatch=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -95,6 +139,8 @@ def test_a_compact_drafter_is_written_in_vllm_s_form_once_and_is_the_same(models
         ({"config": {"architectures": ["LlamaForCausalLMPeagle"]}}, "no architecture LlamaForCausalLMPeagle"),
         ({"config": {"architectures": ["Eagle3Qwen3ForCausalLM"]}}, None),
         ({"config": {"draft_vocab_size": 8}}, "no d2t"),
+        ({"config": {"draft_vocab_size": None}}, None),
+        ({"forget": ["draft_vocab_size"]}, None),
         ({"config": {"speculators_model_type": "peagle", "fc_norm": False}}, None),
         ({"config": {"speculators_model_type": "peagle", "fc_norm": True}}, "fc_norm"),
     ],
@@ -135,6 +181,38 @@ def test_a_published_model_is_given_to_vllm_by_its_id():
     assert find_models("gpt-oss-20b", "long-context", here=False).drafter == long.drafter
     assert find_models("qwen3-coder-30b-a3b-instruct", None, here=False).target.endswith("-FP8"), "the quantized twin"
     assert find_models("gpt-oss-20b", None, wants_drafter=False).drafter is None
+
+
+def test_a_model_that_is_given_by_its_id_is_served_from_its_own_weights():
+    coder = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+    found = find_models(coder, None, here=False)
+    assert found.target == coder and found.name == coder, "not the quantized twin; called as on our own engine"
+    assert found.drafter.model == "amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", "which fits both"
+    assert find_models(f"{coder}-FP8", None, here=False).target == f"{coder}-FP8"
+    assert find_models("openai/gpt-oss-20b", None, here=False).is_hybrid, "the catalog still says what it knows"
+
+
+def test_the_embedded_target_s_id_means_the_weights_on_the_hub_for_which_no_drafter_was_trained(monkeypatch):
+    def converted(name):
+        raise AssertionError(f"{name} was converted")
+
+    monkeypatch.setattr("peagle.targets.load.find_target", converted)
+    found = find_models("HuggingFaceTB/SmolLM2-135M-Instruct", None)
+    assert found.target == "HuggingFaceTB/SmolLM2-135M-Instruct" and found.directory is None and found.drafter is None
+
+
+def test_a_directory_that_the_catalog_names_can_be_given_as_a_directory(models, tmp_path, monkeypatch):
+    (tmp_path / "catalog.toml").write_text(
+        f"""[mine]
+        target = "{models / "target"}"
+        num_parameters = 1000
+        drafters = [{{ variant = "base", where = "directory", source = "{models / "full"}" }}]
+        """
+    )
+    monkeypatch.setenv("PEAGLE_CATALOG", str(tmp_path / "catalog.toml"))
+    for name in ("mine", str(models / "target")):
+        found = find_models(name, None)
+        assert found.target == str(models / "target") and found.drafter.model == str(models / "full")
 
 
 def test_a_drafter_that_cannot_be_had_is_refused_with_the_reason():

@@ -93,7 +93,8 @@ def _partings(comparisons: list[dict[str, Any]]) -> list[str]:
     more = [f"{len(found) - len(rows)} more are in the JSON document.", ""] if len(found) > len(rows) else []
     explanation = (
         "The gap of a greedy answer is from the target's best logit where the answers part to the lower of the two "
-        "tokens'; that of a sampled one is how far its random number was from drawing the other token. The widest come first."
+        "tokens'; that of a sampled one is how far its random number was from drawing the other token. The widest "
+        "come first."
     )
     return [explanation, "", *_table(("compared", "prompt", "token", "gap", ""), rows), "", *more]
 

@@ -17,8 +17,9 @@ from peagle.cli.arguments import DrafterArguments, DrafterOptions, parse
 from peagle.cli.vllm_arguments import ParallelArguments, ParallelOptions, split_words
 from peagle.deploy.vllm import TESTED, Command, Installed, Launch, check_combination, command
 from peagle.deploy.vllm_flags import with_flags
+from peagle.deploy.vllm_form import in_vllm_form
 from peagle.deploy.vllm_manifests import Placing, as_yaml, compose, in_container, kubernetes, served_words
-from peagle.deploy.vllm_models import Models, find_models, in_vllm_form
+from peagle.deploy.vllm_models import Models, find_models
 from peagle.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from peagle.cli.serve import DEFAULT_ENGINE, listen
 from peagle.deploy.vllm import Command, Installed, Launch, check_combination, command
 from peagle.deploy.vllm_flags import with_flags
-from peagle.deploy.vllm_models import Models, find_models, in_vllm_form
+from peagle.deploy.vllm_form import in_vllm_form
+from peagle.deploy.vllm_models import Models, find_models
 from peagle.deploy.vllm_process import Interpreter, VllmProcess, find_vllm
 from peagle.errors import ConfigError
 from peagle.server.lifecycle import Lifecycle, serve

@@ -217,14 +217,15 @@ def command(launch: Launch, vllm: Installed, environment: Mapping[str, str] | No
 
 
 def resolve_num_draft_tokens(launch: Launch) -> int:
-    """Draft tokens a step: those asked for if the drafter can serve them, else those that its makers advise."""
+    """Draft tokens a step: those asked for if it was trained for so many, else what its makers advise within that."""
     drafter, asked = launch.drafter, launch.num_draft_tokens
     if drafter is None:
         if asked:
             raise ConfigError(f"num_draft_tokens is {asked}, but there is no drafter", hint="give one with --drafter")
         return 0
     if asked is None:
-        return drafter.advised_draft_tokens or min(7, drafter.trained_draft_tokens or 7)
+        advised = drafter.advised_draft_tokens or 7
+        return min(advised, drafter.trained_draft_tokens or advised)
     limit = drafter.trained_draft_tokens
     if asked < 0 or (limit is not None and asked > limit):
         allowed = "0 or more" if limit is None else f"between 0 and {limit}, the depth it was trained for"

@@ -1,20 +1,15 @@
-"""The target and the drafter that vLLM is told to load: found by the names we use, and put into vLLM's form."""
+"""The target and the drafter that vLLM is told to load, found by the names we use; `vllm_form.py` prepares them."""
 
-import hashlib
 import json
 import logging
-import shutil
 import struct
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peagle import __version__
-from peagle.deploy.vllm import DrafterFacts, Installed, Layout
+from peagle.deploy.vllm import DrafterFacts, Layout
 from peagle.errors import CheckpointError, ConfigError
-from peagle.export.architectures import ARCHITECTURES
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, check_spelling, find
 
 log = logging.getLogger(__name__)
@@ -78,6 +73,8 @@ def find_models(
     name = target or DEFAULT_TARGET
     entry = find(name)
     models = _find_target(name, entry)
+    if entry is not None and entry.package is not None and not _is_name(name, entry):
+        entry = None  # its drafters were trained on the weights in the package, not on those of the hub
     if not wants_drafter:
         return models
     source = _find_drafter(drafter, entry, max_length)
@@ -108,27 +105,37 @@ def find_models(
     if listed is not None:
         trained = facts.trained_draft_tokens or listed.trained_draft_tokens
         facts = replace(facts, trained_draft_tokens=trained, advised_draft_tokens=listed.num_draft_tokens)
-    acceptance = _card(directory).get("acceptance") or {} if directory is not None else {}
+    acceptance = card_values(directory).get("acceptance") or {} if directory is not None else {}
     return replace(models, drafter=facts, drafter_name=path.name, acceptance=acceptance)
 
 
 def _find_target(name: str, entry: CatalogEntry | None) -> Models:
-    if entry is not None and entry.package is None and not Path(entry.target).expanduser().is_dir():
-        return Models(entry.quantized_target or entry.target, entry.name, None, architecture=entry.architecture)
+    """The target of a name. The catalog's own name may stand for other weights, an id or a path only for its own."""
+    if entry is not None and _is_name(name, entry):
+        if entry.package is None and not Path(entry.target).expanduser().is_dir():
+            return Models(entry.quantized_target or entry.target, entry.name, None, architecture=entry.architecture)
+        return _converted(entry.name, entry.name)
     path = Path(name).expanduser()
-    if entry is None and not path.exists():
-        if name.count("/") > 1 or name.startswith((".", "/", "~")):
-            raise ConfigError(
-                f"no target at {name!r}", hint="give a directory, a GGUF file, a catalog name or a hub id"
-            )
-        check_spelling(name)
-        return Models(name, name, None)
-    if entry is None and path.is_dir():
+    if path.is_dir():
         return Models(str(path.resolve()), path.resolve().name, path.resolve())
+    if path.exists():
+        return _converted(name, path.stem)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(f"no target at {name!r}", hint="give a directory, a GGUF file, a catalog name or a hub id")
+    if entry is None:
+        check_spelling(name)
+    return Models(name, name, None, architecture=None if entry is None else entry.architecture)
+
+
+def _is_name(name: str, entry: CatalogEntry) -> bool:
+    """Whether it is the entry's name that was given, not the id of its target or of that one's quantized twin."""
+    return name.lower() == entry.name
+
+
+def _converted(name: str, short: str) -> Models:
     from peagle.targets.load import find_target
 
-    directory = find_target(entry.name if entry is not None else name).resolve()
-    short = entry.name if entry is not None else path.stem if path.is_file() else directory.name
+    directory = find_target(name).resolve()
     return Models(str(directory), short, directory)
 
 
@@ -193,118 +200,13 @@ def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
     return DrafterFacts(
         model=model or str(directory),
         parallel="mask_hidden" in names or any(values.get(key) is not None for key in MASK_TOKEN_KEYS),
-        trained_draft_tokens=_card(directory).get("num_draft_tokens") or trained,
+        trained_draft_tokens=card_values(directory).get("num_draft_tokens") or trained,
         max_length=values.get("max_position_embeddings"),
         num_heads=values.get("num_attention_heads"),
         layout=layout,
         norms=tuple(name for name in NORMS if values.get(name)),
         uses_mrope="mrope_section" in rope,
     )
-
-
-def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> str | None:
-    """Why vLLM cannot load the directory as it is, though the drafter itself would do; None where it can."""
-    names = tensor_types(directory)
-    values = read_json(directory / CONFIG_NAME)
-    if names is None:
-        return "its weights are not in safetensors"
-    if "mask_embedding" in names:
-        return "it is in the compact form, without the embedding table"
-    if any(name.startswith(("model.", "draft_model.")) for name in names):
-        return "its tensors have prefixed names"
-    if facts.parallel and "mask_hidden" not in names:
-        return "it names a mask token but has no mask_hidden"
-    if facts.layout == "speculators":
-        if "fc_norm" in facts.norms and facts.parallel:
-            return "vLLM does not read fc_norm from the layout of speculators"
-        return None if vllm.has("speculators") else f"vLLM {vllm.version} does not read the layout of speculators"
-    if not set(ARCHITECTURES) & set(values.get("architectures") or ()):
-        return f"vLLM has no architecture {', '.join(values.get('architectures') or ['(none)'])}"
-    if values.get("draft_vocab_size", 0) < values.get("vocab_size", 0) and "d2t" not in names:
-        return "it has a smaller vocabulary but no d2t"
-    return None
-
-
-def in_vllm_form(models: Models, vllm: Installed, *, target: str | None, allow_mismatch: bool = False) -> Models:
-    """`models` with a drafter that vLLM can load: as it is, or written in vLLM's form into the cache, once.
-
-    Writing loads the target on the CPU, for its embedding table and to compare it with the drafter's card.
-    """
-    facts = models.drafter
-    if facts is None:
-        return models
-    directory = Path(facts.model)
-    if not directory.is_dir():
-        from peagle.targets.hub import fetch
-
-        directory = fetch(facts.model, what="drafter")
-    reason = reason_to_convert(directory, facts, vllm)
-    if reason is None:
-        check_texts(directory, models, allow_mismatch)
-        return models
-    from peagle.targets.load import cache_directory
-
-    destination = cache_directory() / "vllm" / f"{models.drafter_name}-{_digest(directory, models.target)}"
-    if not (destination / WEIGHTS_NAME).is_file():
-        log.info("writing the drafter in vLLM's form into %s, because %s", destination, reason)
-        _write(directory, target, destination, allow_mismatch)
-    converted = replace(
-        facts_of(destination),
-        trained_draft_tokens=facts.trained_draft_tokens,
-        advised_draft_tokens=facts.advised_draft_tokens,
-    )
-    return replace(models, drafter=converted)
-
-
-def _write(directory: Path, target_name: str | None, destination: Path, allow_mismatch: bool) -> None:
-    import torch
-
-    from peagle.drafter.checkpoint import load_drafter
-    from peagle.export.card import card_of
-    from peagle.export.vllm import write
-    from peagle.targets.load import load_target
-
-    is_float32 = "F32" in (tensor_types(directory) or {}).values()
-    target = load_target(target_name, dtype="float32" if is_float32 else "bfloat16", device="cpu")
-    drafter = load_drafter(directory, target, allow_mismatch=allow_mismatch)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".writing-"))
-    try:
-        dtype = torch.float32 if is_float32 else torch.bfloat16
-        write(drafter, target, card_of(drafter, target), scratch / "drafter", dtype=dtype)
-        try:
-            (scratch / "drafter").rename(destination)
-        except OSError:
-            if not destination.is_dir():  # else another process has written the same meanwhile
-                raise
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot keep the drafter in {destination.parent}: {error}",
-            hint="set PEAGLE_CACHE to a directory that can be written and has room",
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:
-    """Compare tokenizer and chat template with the card; the weights are not loaded here, `peagle doctor` does."""
-    card = _card(directory).get("target") or {}
-    if not card or models.directory is None:
-        return
-    from peagle.targets.load import load_tokenizer
-    from peagle.tokenizer import chat_template_hash, tokenizer_hash
-
-    tokenizer = load_tokenizer(models.directory)
-    ours = {"tokenizer": tokenizer_hash(tokenizer), "chat template": chat_template_hash(tokenizer)}
-    found = [what for what, value in ours.items() if card.get(what.replace(" ", "_")) not in (None, value)]
-    if not found:
-        return
-    message = (
-        f"{directory} was trained for target {card.get('name')!r}; the given one has another {' and '.join(found)}"
-    )
-    if not allow_mismatch:
-        raise CheckpointError(message, hint="use the drafter's own target, or pass --allow-mismatch to try it anyway")
-    log.warning("%s", message)
 
 
 def tensor_types(directory: Path) -> dict[str, str] | None:
@@ -336,17 +238,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _card(directory: Path) -> dict[str, Any]:
+def card_values(directory: Path) -> dict[str, Any]:
+    """What stands on a drafter's card; nothing where it has none."""
     path = directory / CARD_NAME
     return read_json(path) if path.is_file() else {}
-
-
-def _digest(directory: Path, target: str) -> str:
-    """A short key of a drafter's files, of its target and of the version that writes."""
-    digest = hashlib.sha256(f"{__version__}:{target}".encode())
-    for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix in (".json", ".safetensors", ".bin", ".pt"):
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:12]

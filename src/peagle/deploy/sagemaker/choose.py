@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.deploy.sagemaker.checks import check_instance
-from peagle.deploy.sagemaker.container import Engine, variables, vllm_release
+from peagle.deploy.sagemaker.container import Engine, reads_lists, variables, vllm_release
 from peagle.deploy.sagemaker.files import Upload, read_directory
 from peagle.deploy.sagemaker.images import GPU_AMI, VLLM_TAG, num_gpus, read_image, vllm_image
 from peagle.deploy.sagemaker.plan import DRAFT_DIRECTORY, MODEL_DIRECTORY, Deployment
 from peagle.deploy.sagemaker.scaling import Scaling
 from peagle.deploy.vllm import Launch
-from peagle.deploy.vllm_models import Models, check_texts, find_models, in_vllm_form
+from peagle.deploy.vllm_form import check_texts, in_vllm_form
+from peagle.deploy.vllm_models import Models, find_models
 from peagle.errors import ConfigError
 from peagle.targets.catalog import find
 
@@ -271,7 +272,10 @@ def _environment(
         is_hybrid=models.is_hybrid,
     )
     given = read_pairs("--env", serving.env)
-    return variables(launch, engine, vllm_release(serving.vllm_tag), given, is_uploaded=target is not None)
+    tag = serving.vllm_tag
+    return variables(
+        launch, engine, vllm_release(tag), given, is_uploaded=target is not None, reads_lists=reads_lists(tag)
+    )
 
 
 def read_pairs(option: str, words: Iterable[str]) -> Mapping[str, str]:

@@ -99,7 +99,7 @@ class Deployment:
             raise ConfigError("--subnets and --security-groups belong together", hint="give both, or neither")
         for key in self.tags:
             if key.startswith(("aws:", "peagle:")):
-                raise ConfigError(f"--tag {key}: names that begin with aws: or peagle: are taken")
+                raise ConfigError(f"--tags {key}: names that begin with aws: or peagle: are taken")
 
     @property
     def account(self) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from peagle.deploy.sagemaker import paused
 from peagle.deploy.sagemaker.aws import Aws, AwsError
 from peagle.deploy.sagemaker.checks import is_owned, preflight
 from peagle.deploy.sagemaker.files import prefix_of
@@ -51,7 +52,6 @@ class Operator:
         self._poll_seconds, self._limit_seconds = poll_seconds, limit_seconds
         self._on_wait, self._on_bytes = on_wait, on_bytes
         self._stored: dict[str, int] | None = None
-        self._paused: tuple[Call, ...] = ()
 
     def deploy(self, deployment: Deployment) -> Answer | None:
         """Make the endpoint, or go on making it; the answer to the smoke test, if there is one."""
@@ -123,15 +123,26 @@ class Operator:
                 case "update_endpoint":
                     self._update_endpoint(call, deployment)
                 case "describe_endpoint":
-                    self._wait_in_service(deployment.config_name)
+                    paused.forget(self._aws, self._wait_in_service(deployment.config_name))
                     if deployment.scaling is None:
                         self._remove(scaling_removal(self._name, *find_scaling(self._aws, self._name)))
                 case "invoke_endpoint_with_response_stream":
-                    answer = ask(self._aws, self._name, SMOKE_QUESTION)
-                    log.info("it answers: %d characters in %.2f s", len(answer.text), answer.total_seconds)
+                    answer = self._smoke_test()
                 case _:
                     self._aws.call(call.service, call.operation, **call.parameters)
                     log.info("%s: done", call.operation)
+        return answer
+
+    def _smoke_test(self) -> Answer:
+        try:
+            answer = ask(self._aws, self._name, SMOKE_QUESTION)
+        except DeployError as error:
+            raise DeployError(
+                f"the endpoint {self._name} is InService, but does not answer a question: {error.message}",
+                hint=f"it stays up and is billed; `peagle deploy sagemaker delete {self._name}` ends that. "
+                f"Its log is {log_group(self._name)} in CloudWatch",
+            ) from error
+        log.info("it answers: %d characters in %.2f s", len(answer.text), answer.total_seconds)
         return answer
 
     def _create_bucket(self, call: Call, account: str) -> None:
@@ -188,42 +199,48 @@ class Operator:
         if endpoint is None or config_of(endpoint) == deployment.config_name:
             return
         old = self._aws.call("sagemaker", "describe_endpoint_config", EndpointConfigName=config_of(endpoint))
+        arn = endpoint["EndpointArn"]
         try:
             if old["ProductionVariants"][0].get("InstanceType") != deployment.instance:
                 # SageMaker refuses to change the instance type of a variant that is registered for scaling.
                 found = find_scaling(self._aws, self._name)
-                self._paused = scaling_restoration(*found)
-                self._remove(scaling_removal(self._name, *found))
+                if found[0] is not None or found[1]:
+                    now = scaling_restoration(*found)
+                    paused.keep(self._aws, arn, paused.together(paused.kept(self._aws, arn), now))
+                    self._remove(scaling_removal(self._name, *found))
             self._aws.call(call.service, call.operation, **call.parameters)
         except DeployError:
-            self._restore_scaling()
+            self._restore_scaling(arn)
             raise
         log.info("endpoint %s: updating to %s", self._name, deployment.config_name)
 
-    def _restore_scaling(self) -> None:
+    def _restore_scaling(self, endpoint_arn: str) -> None:
         """Set up again the scaling that an update has paused, because the endpoint stays as it was."""
         try:
-            for call in self._paused:
+            for call in paused.kept(self._aws, endpoint_arn):
                 self._aws.call(call.service, call.operation, **call.parameters)
+            paused.forget(self._aws, endpoint_arn)
         except DeployError as error:  # what the update failed of is told as well
             log.warning("the scaling of %s could not be set up again: %s", self._name, error)
 
-    def _wait_in_service(self, config: str) -> None:
-        """Wait for the endpoint to serve `config`; an update that was rolled back is cleaned up and told."""
+    def _wait_in_service(self, config: str) -> str:
+        """Wait for the endpoint to serve `config`; its ARN. An update that was rolled back is cleaned up and told."""
         endpoint = self._wait(lambda endpoint: endpoint is not None and endpoint["EndpointStatus"] not in MOVING)
         assert endpoint is not None
         status, reason = endpoint["EndpointStatus"], endpoint.get("FailureReason", "AWS gives no reason")
         hint = f"its log is {log_group(self._name)} in CloudWatch; `delete {self._name}` removes everything"
         if status != "InService":
             raise DeployError(f"the endpoint {self._name} is {status}: {reason}", hint=hint)
+        arn: str = endpoint["EndpointArn"]
         if endpoint["EndpointConfigName"] != config:
-            self._restore_scaling()
+            self._restore_scaling(arn)
             self._prune()
             raise DeployError(
                 f"the update of {self._name} was rolled back, and the endpoint serves as before: {reason}",
                 hint=f"its log is {log_group(self._name)} in CloudWatch",
             )
         log.info("endpoint %s: InService", self._name)
+        return arn
 
     def _wait_gone(self) -> None:
         self._wait(lambda endpoint: endpoint is None)
