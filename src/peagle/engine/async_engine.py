@@ -203,7 +203,7 @@ class AsyncEngine:
         """Do what was asked of the engine meanwhile; with nothing to run, wait for more. False: close."""
         while True:
             if not self._engine.has_work and self._calls.empty():
-                self._engine.check_idle()
+                self._engine.scheduler.check_idle()
             try:
                 call = self._calls.get(block=not self._engine.has_work)
             except queue.Empty:

@@ -270,10 +270,6 @@ class Engine:
         """Raise if pages, rows and requests contradict each other. For tests: it looks at every page."""
         self.scheduler.check_integrity()
 
-    def check_idle(self) -> None:
-        """Raise if a page or row is still held though nothing runs. Costs nothing."""
-        self.scheduler.check_idle()
-
     def _take_in(self, emission: Emission) -> None:
         request = emission.request
         if request.epoch != emission.epoch:
