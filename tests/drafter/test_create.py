@@ -82,9 +82,23 @@ def test_creation_is_a_function_of_the_seed() -> None:
     target = tiny_target()
     config = config_for_target(target, num_layers=1, num_draft_tokens=4)
     first, again, other = (create_drafter(target, config, "random", seed) for seed in (1, 1, 2))
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
     assert torch.equal(draft_logits(target, first), draft_logits(target, again))
     assert not torch.equal(draft_logits(target, first), draft_logits(target, other))
     assert 0.8 < float(first.mask_hidden.detach().std()) < 1.2, "of the size of a state, not of a weight"
+
+
+def test_creation_draws_from_a_generator_of_its_own() -> None:
+    """Not the device's, which would give a GPU another start than a CPU; and it seeds nobody else's anew."""
+    target = tiny_target()
+    config = config_for_target(target, num_layers=1, num_draft_tokens=4)
+    drafters, others = [], []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        drafters.append(create_drafter(target, config, "random", seed=1))
+        others.append(torch.rand(3))
+    assert all(map(torch.equal, *(drafter.parameters() for drafter in drafters)))
+    assert not torch.equal(*others)
 
 
 def test_a_pruned_head_of_its_own_starts_from_the_targets_rows() -> None:

@@ -166,7 +166,7 @@ def test_one_training_pass_gives_the_logits_that_serving_gives_at_every_anchor(s
     compared = 0
     for row, (anchor, depth) in enumerate(listed(slots)):
         if anchor in served:
-            assert torch.allclose(flat[0, row], served[anchor][depth], atol=1e-5), (anchor, depth)
+            assert torch.allclose(flat[0, row], served[anchor][depth], atol=1e-4), (anchor, depth)
             compared += 1
     assert compared == 4 * len(served) and len(served) == -(-depths_BT.shape[1] // step)
 

@@ -111,9 +111,12 @@ def test_half_precision_steps_answer_as_the_model_does(family: str) -> None:
 
 
 def test_closing_an_engine_gives_its_memory_back() -> None:
+    """All but the workspaces that libraries keep for good, which the first engine of a process brings."""
     target = family_target("llama")
     target.model.to("cuda")
-    before = torch.cuda.memory_allocated()
-    with LLM(target, None, **SMALL) as llm:
-        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
-    assert torch.cuda.memory_allocated() - before < 2**20
+    held = []
+    for _ in range(3):
+        with LLM(target, None, **SMALL) as llm:
+            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
+        held.append(torch.cuda.memory_allocated())
+    assert max(held) - held[0] < 2**20

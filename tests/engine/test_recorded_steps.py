@@ -18,8 +18,10 @@ from peagle.drafter.model import Drafter
 from peagle.engine import recorded_steps
 from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
+from peagle.engine.graphs import RecordingError
+from peagle.engine.llm import LLM
 from peagle.engine.outputs import RequestOutput
-from peagle.errors import RequestError
+from peagle.errors import RequestError, TargetError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
@@ -99,6 +101,29 @@ def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch
     assert engine.runner.recorded is not None
     sizes = engine.runner.recorded.adjusted
     assert any(isinstance(size, int) for size in sizes) and any(isinstance(size, tuple) for size in sizes)
+
+
+def test_a_target_that_waits_for_the_device_is_launched_and_it_is_said(
+    drafter: Drafter, target: HFTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def record(run: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+        run()
+        raise RecordingError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorded_steps, "record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with LLM(family_target("llama", seed=3), drafter, NUM_DRAFT_TOKENS, **SMALL) as llm:
+        llm.engine.runner.record_steps(lambda *_: None)
+        assert llm.engine.runner.recorded is None
+        assert "LlamaForCausalLM in float32 cannot be recorded" in caplog.text
+        outputs = llm.generate(PROMPTS[:6], [wishes(index) for index in range(6)])
+        runner = llm.engine.runner
+        runner.config = replace(runner.config, capture=True)
+        with pytest.raises(TargetError, match="not permitted when stream is capturing") as caught:
+            runner.record_steps(lambda *_: None)
+        assert "bfloat16" in str(caught.value.hint)
+    for index, output in enumerate(outputs):
+        assert tuple(output.outputs[0].token_ids) == answer(target, index)
 
 
 def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(

@@ -114,7 +114,7 @@ def test_training_sees_what_serving_sees(target, switches):
             if depth == PADDING or not first <= anchor < first + len(text):
                 continue
             served = chain_logits(target, drafter, text, anchor - first, depth + 1)[depth]
-            torch.testing.assert_close(logits[row, slot], served, atol=1e-4, rtol=1e-5, msg=f"{row} {anchor} {depth}")
+            torch.testing.assert_close(logits[row, slot], served, atol=1e-3, rtol=1e-5, msg=f"{row} {anchor} {depth}")
             num_compared[depth] += 1
     assert min(num_compared) > 3, num_compared
 

@@ -13,7 +13,11 @@ from peagle.training.config import TrainConfig
 from peagle.training.run import train_drafter
 from tiny import tiny_target
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's compiler asks every tensor for its gradient, and hides the warning from all who do not make it an error.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "training.py"))
 SHAPE = {

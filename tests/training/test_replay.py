@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from families import trained_drafter
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
@@ -124,16 +125,19 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
 )
 def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, monkeypatch):
     target = tiny_target(num_layers=4, initializer_range=0.05)  # answers that repeat, so that chains grow long
-    drafter = tiny_drafter(target, num_draft_tokens=5, **switches)
-    if "draft_vocab_size" in switches:
-        drafter.d2t[100:] = 60
-        drafter.lm_head.weight.copy_(target.head_VD[drafter.to_target_ids(torch.arange(200))])
     rows = [
         conversation(target, (7, 24), seed=1),
         conversation(target, (3, 5), (4, 1), (5, 9), seed=2),
         conversation(target, (1, 12), (1, 8), seed=3),
         conversation(target, (9, 2), seed=4),
     ]
+    if switches["parallel"]:
+        drafter = trained_drafter(target, [row.token_ids.tolist() for row in rows[:3]], num_draft_tokens=5)
+    else:
+        drafter = tiny_drafter(target, num_draft_tokens=5, **switches)
+    if "draft_vocab_size" in switches:
+        drafter.d2t[100:] = 60
+        drafter.lm_head.weight.copy_(target.head_VD[drafter.to_target_ids(torch.arange(200))])
     expected = decoded(target, drafter, rows, num_draft_tokens)
     assert num_draft_tokens == 1 or expected.accepted_per_position[1] > 0, "chains of one token would prove little"
     assert replay(target, drafter, rows, num_draft_tokens, tokens_at_once=60) == expected

@@ -57,22 +57,24 @@ def create_drafter(
     seed: int,
     offsets_U: Tensor | None = None,
 ) -> Drafter:
-    """An untrained drafter in float32 on the target's device.
+    """An untrained drafter in float32 on the target's device, the same for a seed wherever that is.
 
     A draft vocabulary smaller than the target's is that of `offsets_U` (see `draft_to_target`), by default its first
     tokens.
     """
-    torch.manual_seed(seed)
     drafter = Drafter(config, target.embedding_VD, target.head_VD)
     if offsets_U is not None:
         check_offsets(offsets_U, config.vocab_size)
         drafter.d2t.copy_(offsets_U)
-    drafter = drafter.to(target.device)
+    noise = torch.Generator().manual_seed(seed)  # a CPU's: every device draws other numbers from a seed
     for module in drafter.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=WEIGHT_STD)
+            nn.init.normal_(module.weight, std=WEIGHT_STD, generator=noise)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+    if config.parallel:
+        nn.init.normal_(drafter.mask_hidden, generator=noise)
+    drafter = drafter.to(target.device)
     with torch.no_grad():
         if config.embeddings == "own":
             _start_as(drafter.embed_tokens.weight, target.embedding_VD)

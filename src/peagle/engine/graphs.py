@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,10 @@ class Captures:
     num_graphs: int
     seconds: float
     num_bytes: int
+
+
+class RecordingError(RuntimeError):
+    """A pass that runs but cannot be recorded, because it waits for the device: it looks at values on the way."""
 
 
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,18 +64,30 @@ def compiler_settings() -> Iterator[None]:
 
 def record(run: Callable[[], T], pool: Any) -> Callable[[], T]:
     """Record `run` as a CUDA graph, after running it twice: the first compiles, the second finds everything there."""
-    stream = torch.cuda.Stream()
+    stream = _rehearsal_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), compiler_settings():
         for _ in range(2):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with compiler_settings(), torch.cuda.graph(graph, pool=pool):
-        decoded = run()
+    try:
+        with compiler_settings(), torch.cuda.graph(graph, pool=pool):
+            decoded = run()
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        raise RecordingError(str(first).partition("\n")[0]) from error
 
     def replay() -> T:
         graph.replay()
         return decoded
 
     return replay
+
+
+@cache
+def _rehearsal_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: the libraries keep a workspace of tens of megabytes for every stream they have met."""
+    return torch.cuda.Stream(device)

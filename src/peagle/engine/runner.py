@@ -5,6 +5,7 @@ host reads a launch's results while the next one runs. On a CPU `launch` does th
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from peagle.engine.adjustments import Adjustments
 from peagle.engine.batch import HostRows, pack_chunks, packed_size
 from peagle.engine.calibrate import calibrate
 from peagle.engine.config import EngineConfig
-from peagle.engine.graphs import Captures, compile_once
+from peagle.engine.graphs import Captures, RecordingError, compile_once
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
 from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
 from peagle.engine.logprobs import add_logprobs, add_scores, scored_tokens
@@ -30,20 +31,23 @@ from peagle.engine.row_state import RowState
 from peagle.engine.scheduler import Plan
 from peagle.engine.step import Step
 from peagle.engine.transfers import Transfers
-from peagle.errors import CapacityError
+from peagle.errors import CapacityError, TargetError
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import cache_directory
 from peagle.targets.paged import Compile, LayerShape, PagedTarget
 
 USUAL_CPU_BATCH = 4
 """Requests at a time for which plain decoding on a CPU is made fast."""
+RECORDABLE = "load a target with experts in bfloat16: in other types they wait for the device"
+
+log = logging.getLogger(__name__)
 
 
 class Runner:
     """Owns the device's side of an engine: pages, rows, graphs. Serves one engine."""
 
     recorded: RecordedSteps | None = None
-    """None where passes run as they are, on a CPU"""
+    """None where passes run as they are: on a CPU, and for targets that look at values on the way"""
 
     def __init__(
         self,
@@ -127,11 +131,20 @@ class Runner:
             torch.cuda.synchronize(self.device)
 
     def record_steps(self, progress: Progress) -> None:
-        """Record every shape of a pass; from then on passes are replayed."""
-        self.recorded = RecordedSteps(self.step, self.max_batch, self.config.prefill_tokens, self._transfers)
+        """Record every shape of a pass; from then on passes are replayed, or launched where that is impossible."""
+        recorded = RecordedSteps(self.step, self.max_batch, self.config.prefill_tokens, self._transfers)
         if self.config.capture_adjusted:
             self.prepare_adjustments()
-        self.captures = self.recorded.record_all(progress, self.config.capture_adjusted)
+        try:
+            self.captures = recorded.record_all(progress, self.config.capture_adjusted)
+        except RecordingError as error:
+            kind = f"{type(self.target.model).__name__} in {str(self.target.dtype).removeprefix('torch.')}"
+            complaint = f"a pass of {kind} cannot be recorded as a CUDA graph: {error}"
+            if self.config.capture:
+                raise TargetError(complaint, hint=f"leave capture out, or {RECORDABLE}") from error
+            log.warning("%s; passes are launched instead, which is slower; %s", complaint, RECORDABLE)
+            return
+        self.recorded = recorded
 
     def prepare_adjustments(self) -> None:
         """Make the tables that requests with penalties, biases or grammars need, if they are not there."""
