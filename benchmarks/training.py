@@ -38,7 +38,7 @@ from peagle.training.trainer import Trainer
 
 NUM_MEASURED_STEPS = 3
 NUM_DRAFT_TOKENS = 8
-BASE: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "init": "random", "loss": "ce", "labels": "reached"}
+BASE: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "init": "random", "loss": "ce"}
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
     "two-layers": {"num_layers": 2},

@@ -119,12 +119,11 @@ def train(target: HFTarget, arguments: argparse.Namespace) -> None:
     given = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
     if "from_drafter" in given:
         given["from_drafter"] = Path(given["from_drafter"])
-    labels = "all" if given.get("method") == "eagle3" else "reached"
     config = TrainConfig(
         data=arguments.work / "data",
         held_out=arguments.work / "data" / "held_out",
         output=arguments.work / arguments.output,
-        **({"max_length": arguments.max_length, "labels": labels} | TRAINING | given),
+        **({"max_length": arguments.max_length} | TRAINING | given),
     )
     train_drafter(target, config, print_metrics)
 

@@ -1,10 +1,13 @@
 """Labels that serving would never look at: found, left out, and nothing else changed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from packed import NUM_DRAFT_TOKENS, labels_of, packed_batch, settings
 from peagle.errors import ConfigError
+from peagle.training.config import TrainConfig
 from peagle.training.features import Features
 from peagle.training.labels import ChunkShape
 from peagle.training.p_eagle import ParallelObjective
@@ -122,7 +125,16 @@ def test_judging_a_whole_vocabulary_takes_no_more_logits_than_a_chunk_of_a_small
     assert torch.equal(found[0].labels.weight_N, kept.labels.weight_N)
 
 
-def test_eagle3_has_no_such_choice():
+def test_reached_labels_are_the_default(target):
+    drafter, batch = new_drafter(target), packed_batch()
+    features = features_that_follow(target, batch, 0.6)
+    assert TrainConfig(data=Path("data"), output=Path("out")).labels is None
+    found = ParallelObjective(drafter, settings(labels=None))._parts(batch, features)
+    assert torch.equal(found[0].labels.weight_N, reached_only(batch, features).labels.weight_N)
+
+
+@pytest.mark.parametrize("labels", ["all", "reached"])
+def test_eagle3_has_no_such_choice(labels):
     with pytest.raises(ConfigError) as caught:
-        settings(method="eagle3", labels="reached")
+        settings(method="eagle3", labels=labels)
     assert caught.value.message == "labels is for p-eagle: eagle3 sees the text before a label"

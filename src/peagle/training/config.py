@@ -48,9 +48,9 @@ class TrainConfig:
     """start the layers from the target's last ones, or from noise"""
     loss: Literal["kl", "ce", "kl+ce"] = "ce"
     """match the target's most likely token (ce), its whole distribution (kl), or both (the sum)"""
-    labels: Literal["all", "reached"] = "all"
-    """p-eagle: learn from every label, or only from those a draft would be judged by: where the text between anchor and
-    label is what the target finds likeliest. The same for greedy answers; in sampled ones much of the rest is noise"""
+    labels: Literal["all", "reached"] | None = None
+    """p-eagle: learn from every label, or (the default) only from those a draft would be judged by: where the text
+    between anchor and label is what the target finds likeliest. In sampled answers much of the rest is noise"""
     depth_weights: tuple[float, ...] | None = None
     """what a label of each depth counts in the loss; by default 1 at every depth"""
     retention: float = 0.8
@@ -115,10 +115,11 @@ class TrainConfig:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if value not in choices and value != getattr(TrainConfig, name):  # where it is open by default
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}",
-                    hint=nearest(str(getattr(self, name)), choices),
+                    f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}",
+                    hint=nearest(str(value), choices),
                 )
         if not 0 < self.retention <= 1 or not 0 <= self.retention_floor <= 1:
             raise ConfigError(
@@ -154,7 +155,7 @@ class TrainConfig:
             raise ConfigError("norm_output is for eagle3: p-eagle carries no state on", hint="leave it out")
         if self.method == "eagle3" and self.mask_token_id is not None:
             raise ConfigError("mask_token_id is for p-eagle: eagle3 has no placeholders", hint="leave it out")
-        if self.method == "eagle3" and self.labels != "all":
+        if self.method == "eagle3" and self.labels is not None:
             raise ConfigError("labels is for p-eagle: eagle3 sees the text before a label", hint="leave it out")
         if self.method == "eagle3" and (self.num_partitions or 1) > 1:
             raise ConfigError("num_partitions is for p-eagle: eagle3 goes a depth at a time", hint="leave it out")
@@ -165,5 +166,8 @@ class TrainConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    name: get_args(hint) for name, hint in get_type_hints(TrainConfig).items() if get_origin(hint) is Literal
+    name: get_args(part)
+    for name, hint in get_type_hints(TrainConfig).items()
+    for part in (hint, *get_args(hint))
+    if get_origin(part) is Literal
 }
