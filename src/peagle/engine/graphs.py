@@ -47,7 +47,6 @@ class JoinSums(CustomGraphPass):
 @contextmanager
 def compiler_settings() -> Iterator[None]:
     with (
-        torch._dynamo.config.patch(recompile_limit=64),
         torch._inductor.config.patch(
             {
                 "combo_kernels": True,  # independent small kernels become one launch

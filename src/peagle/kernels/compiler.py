@@ -11,6 +11,8 @@ NOTES = (
     "Online softmax is disabled on the fly",
 )
 """beginnings of what torch's compiler tells users of a GPU and they can do nothing about"""
+MOST_VARIANTS = 64
+"""shapes and kinds of layers for which one function is compiled; torch would give up after 8, and run it as it is"""
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
@@ -21,4 +23,6 @@ def compiled(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., An
     """
     for note in NOTES:
         warnings.filterwarnings("ignore", message=rf"\s*{note}", category=UserWarning)
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, MOST_VARIANTS)
     return torch.compile(function, dynamic=dynamic)
