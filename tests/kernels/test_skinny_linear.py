@@ -9,12 +9,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from peagle.kernels.skinny_linear import (
     ACTIVATIONS,
-    MOST_ROWS,
+    FEW_ROWS,
     SkinnyLinear,
     Tiling,
     gated_linear,
     is_few,
     join_sums,
+    most_rows,
     skinny_linear,
     use_plain_linears,
     use_skinny_linears,
@@ -25,7 +26,7 @@ CUT = Tiling(columns=16, step=32, num_warps=4, num_stages=2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, MOST_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 5, FEW_ROWS, 39])
 @pytest.mark.parametrize(("num_columns", "size"), [(48, 64), (50, 72), (16, 40)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_kernel_equals_torch(num_rows: int, num_columns: int, size: int, has_bias: bool) -> None:
@@ -47,24 +48,26 @@ def test_kernel_takes_rows_that_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_sum_with_the_residual_joins_the_product_before_it(has_bias: bool) -> None:
+@pytest.mark.parametrize("num_rows", [5, 33])
+def test_sum_with_the_residual_joins_the_product_before_it(has_bias: bool, num_rows: int) -> None:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
-    x, weight = torch.randn(5, 72, device=DEVICE), torch.randn(50, 72, device=DEVICE)
+    x, weight = torch.randn(num_rows, 72, device=DEVICE), torch.randn(50, 72, device=DEVICE)
     bias = torch.randn(50, device=DEVICE) if has_bias else None
-    residual = torch.randn(5, 100, device=DEVICE)[:, 50:]
+    residual = torch.randn(num_rows, 100, device=DEVICE)[:, 50:]
     found = skinny_linear_triton(x, weight, bias, residual, None, CUT)
     torch.testing.assert_close(found, residual + nn.functional.linear(x, weight, bias), atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_gate_joins_the_two_products_before_it(activation: str, has_bias: bool) -> None:
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_gate_joins_the_two_products_before_it(activation: str, has_bias: bool, num_rows: int) -> None:
     from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 
-    x, weight = torch.randn(3, 72, device=DEVICE), torch.randn(2 * 50, 72, device=DEVICE) * 0.2
+    x, weight = torch.randn(num_rows, 72, device=DEVICE), torch.randn(2 * 50, 72, device=DEVICE) * 0.2
     bias = torch.randn(2 * 50, device=DEVICE) if has_bias else None
-    found = skinny_linear_triton(x, weight, bias, None, activation, CUT)
+    found = skinny_linear_triton(x, weight, bias, None, activation, CUT._replace(rows=32))
     gate, up = nn.functional.linear(x, weight, bias).chunk(2, dim=-1)
     torch.testing.assert_close(found, ACTIVATIONS[activation](gate) * up, atol=5e-5, rtol=5e-5)
 
@@ -116,12 +119,15 @@ def test_a_sum_stays_where_the_product_is_read_again_or_the_shapes_differ() -> N
 
 
 def test_few_rows_are_few_rows_of_half_precision_on_a_gpu() -> None:
-    assert not is_few(torch.zeros(1, 2, 8)), "not on a CPU"
+    assert most_rows(8192, 4096) == FEW_ROWS and most_rows(49152, 576) == 0
+    assert most_rows(49152, 576, is_gated=True) == FEW_ROWS
+    weight = torch.zeros(4, 8, device=DEVICE)
+    assert not is_few(torch.zeros(1, 2, 8), weight), "not on a CPU"
     if DEVICE == "cuda":
-        few = torch.zeros(1, MOST_ROWS, 8, device=DEVICE, dtype=torch.bfloat16)
-        assert is_few(few)
-        assert not is_few(few.float())
-        assert not is_few(few.repeat(1, 2, 1))
+        few = torch.zeros(1, FEW_ROWS, 8, device=DEVICE, dtype=torch.bfloat16)
+        assert is_few(few, weight)
+        assert not is_few(few.float(), weight)
+        assert not is_few(few.repeat(1, 2, 1), weight)
 
 
 def test_layers_become_skinny_in_place_and_back() -> None:

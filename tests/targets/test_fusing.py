@@ -20,7 +20,7 @@ TOKENS = torch.arange(1, 6)[None]
 
 @pytest.fixture(autouse=True)
 def _all_rows_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "is_few", lambda x: True)
+    monkeypatch.setattr(fusing, "is_few", lambda *_, **__: True)
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -96,6 +96,6 @@ def test_large_passes_run_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -
     expected = logits(model)
     join_linears(model)
     fuse(model)
-    monkeypatch.setattr(fusing, "is_few", lambda x: False)
+    monkeypatch.setattr(fusing, "is_few", lambda *_, **__: False)
     monkeypatch.setattr(fusing, "gated_linear", lambda *_: pytest.fail("not for many rows"))
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MOST_ROWS = 16
+FEW_ROWS = 16
+"""The fewest that the GPU's matrix units multiply at once, and the most for which tilings were measured."""
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
 
 
@@ -26,6 +27,8 @@ class Tiling(NamedTuple):
     """steps in flight"""
     ahead: int = 0
     """input columns of the weight that are fetched while the kernel before this one ends; a power of two"""
+    rows: int = FEW_ROWS
+    """rows of a program"""
 
 
 def tiling(num_columns: int, size: int) -> Tiling:
@@ -49,14 +52,15 @@ def tiling(num_columns: int, size: int) -> Tiling:
     return Tiling(16, 256, 2, 4, ahead=256) if num_columns <= 8192 else Tiling(32, 256, 4, 3, ahead=256)
 
 
-def is_faster(num_columns: int, size: int) -> bool:
-    """Whether our kernel beats torch's product without a gate on the way."""
-    return num_columns <= 8192 and size <= 16384
+def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
+    """Rows up to which our kernel beats torch's product with a weight of this shape; 0 where it never does."""
+    return FEW_ROWS if is_gated or (num_columns <= 8192 and size <= 16384) else 0
 
 
-def is_few(x: Tensor) -> bool:
+def is_few(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
     """Whether these are rows for our kernel. In compiled code this tells two variants apart."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() <= MOST_ROWS * x.shape[-1]
+    limit = most_rows(*weight.shape, is_gated=is_gated) * x.shape[-1]
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() <= limit
 
 
 class SkinnyLinear(nn.Linear):
@@ -69,7 +73,7 @@ class SkinnyLinear(nn.Linear):
 def use_skinny_linears(module: nn.Module) -> None:
     """Turn the plain linear layers of a module that gain by it into `SkinnyLinear`; parameters stay what they are."""
     for part in module.modules():
-        if type(part) is nn.Linear and is_faster(part.out_features, part.in_features):
+        if type(part) is nn.Linear and most_rows(part.out_features, part.in_features):
             part.__class__ = SkinnyLinear
 
 
@@ -82,7 +86,7 @@ def use_plain_linears(module: nn.Module) -> None:
 
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`, for inference."""
-    if is_few(x) and is_faster(*weight.shape):
+    if is_few(x, weight):
         return _skinny(x, weight, bias, None, None)
     return functional.linear(x, weight, bias)
 

@@ -1,9 +1,10 @@
 """Products of a few rows with a large weight, for GPUs: as fast as the weight can be read.
 
-Each program takes some output columns, streams their part of the weight once and multiplies it with all rows. What
-follows such products in a decoder layer joins in: the gate of two products, and the sum with the residual stream.
+Each program takes some output columns, streams their part of the weight once and multiplies it with its rows, which are
+all of them where they are few. What follows such products in a decoder layer joins in: the gate of two products, and
+the sum with the residual stream.
 
-Shapes: M rows (at most 16), N output columns, K input columns.
+Shapes: M rows, N output columns, K input columns.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.overlap_triton import can_overlap, prefetch, take_turn
-from peagle.kernels.skinny_linear import MOST_ROWS, Tiling
+from peagle.kernels.skinny_linear import Tiling
 
 
 def skinny_linear_triton(
@@ -29,7 +30,7 @@ def skinny_linear_triton(
     num_columns = len(weight_NK) if activation is None else len(weight_NK) // 2
     y_MN = torch.empty((num_rows, num_columns), dtype=x_MK.dtype, device=x_MK.device)
     overlaps = can_overlap(x_MK.device)
-    _multiply[(triton.cdiv(num_columns, tiling.columns),)](
+    _multiply[(triton.cdiv(num_columns, tiling.columns), triton.cdiv(num_rows, tiling.rows))](
         x_MK,
         weight_NK,
         weight_NK if bias_N is None else bias_N,
@@ -45,7 +46,7 @@ def skinny_linear_triton(
         has_residual=residual_MN is not None,
         activation=activation,
         is_even=size % tiling.step == 0,
-        rows=MOST_ROWS,
+        rows=tiling.rows,
         columns=tiling.columns,
         step=tiling.step,
         ahead=tiling.ahead if overlaps else 0,
@@ -82,7 +83,7 @@ def _multiply(
     precision: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.arange(0, rows)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
     column = tl.program_id(0) * columns + tl.arange(0, columns)
     inner = tl.arange(0, step)
     is_row, is_column = row < num_rows, column < num_columns

@@ -31,9 +31,9 @@ class GatedProduct:
     activation: str
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_few(x):
-            return self.plain_forward(x)
         joined = self.gate_proj.joined
+        if not is_few(x, joined.weight, is_gated=True):
+            return self.plain_forward(x)
         gated: Tensor = self.down_proj(gated_linear(x, joined.weight, joined.bias, self.activation))
         return gated
 
