@@ -1,0 +1,166 @@
+"""Our product kernel beside torch's, by weight and number of rows: how the tables of kernels/skinny_linear.py are made.
+
+    python benchmarks/products.py [--weights 960x576 576x576+ 3072x576g ...] [--rows 8 64 256 512] [--keep 3]
+    python benchmarks/products.py --steps 8 32 64 [--num-draft-tokens 7]
+
+A weight is output columns x input columns; + adds a residual to the product, g gates its halves, as in a decoder layer.
+Each time is that of one product in a chain, recorded as a CUDA graph, of as many weights as no cache holds. `--steps`
+then takes the fastest tilings into the engine and measures whole decode steps of the embedded target and its drafter,
+without and with them, because what wins alone may crowd out its neighbors. Wants a GPU.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peagle.engine.graphs import record
+from peagle.engine.llm import LLM
+from peagle.kernels import skinny_linear
+from peagle.kernels.skinny_linear import FEW_ROWS, Tiling
+from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+from peagle.targets.hf import HFTarget
+from peagle.targets.load import load_target
+
+CACHE_BYTES = 200 << 20  # of weights in a chain: four times what an H200 keeps
+SHARED_BYTES = 200 << 10  # of a program's steps in flight
+USUAL_WEIGHTS = ("960x576", "576x576+", "3072x576g", "576x1536+", "960x1152")  # of SmolLM2 and its drafter
+NUM_REPLAYS = 10
+NUM_TRIES = 5
+
+
+class Weight(NamedTuple):
+    num_columns: int
+    size: int
+    kind: str
+    """"+" for a sum with a residual, "g" for a gate, or neither"""
+
+    @classmethod
+    def parse(cls, text: str) -> "Weight":
+        match = re.fullmatch(r"(\d+)x(\d+)([+g]?)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 960x576, 576x576+ or 3072x576g")
+        return cls(int(match[1]), int(match[2]), match[3])
+
+    def __str__(self) -> str:
+        return f"{self.num_columns}x{self.size}{self.kind}"
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_columns // 2 if self.kind == "g" else self.num_columns
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    weights = [Weight.parse(text) for text in USUAL_WEIGHTS]
+    parser.add_argument("--weights", nargs="+", type=Weight.parse, default=weights, help=" ".join(USUAL_WEIGHTS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 256, 512])
+    parser.add_argument("--keep", type=int, default=3, help="tilings to print for each, the fastest first")
+    parser.add_argument("--steps", nargs="*", type=int, default=[], metavar="BATCH", help="also measure whole steps")
+    parser.add_argument("--num-draft-tokens", type=int, default=7)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and there is none")
+    fastest: dict[tuple[int, int], dict[int, Tiling]] = {}
+    print(f"{'weight':>12} {'rows':>5} {'torch us':>9} {'ours us':>8}  tiling", flush=True)
+    for weight, num_rows in itertools.product(arguments.weights, arguments.rows):
+        theirs, ours = compare(weight, num_rows)
+        for seconds, tiling in ours[: arguments.keep]:
+            print(f"{weight!s:>12} {num_rows:>5} {theirs * 1e6:>9.2f} {seconds * 1e6:>8.2f}  {tiling}", flush=True)
+        if ours and ours[0][0] < theirs:
+            fastest.setdefault(weight[:2], {})[num_rows] = ours[0][1]
+    if arguments.steps:
+        compare_steps(arguments.steps, arguments.num_draft_tokens, fastest)
+
+
+def compare(weight: Weight, num_rows: int) -> tuple[float, list[tuple[float, Tiling]]]:
+    """Seconds of torch's product, and of ours by tiling, the fastest first."""
+    num_weights = max(4, CACHE_BYTES // (2 * weight.num_columns * weight.size))
+    shape = (num_weights, weight.num_columns, weight.size)
+    chain = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / weight.size**0.5
+    x = torch.randn(num_rows, weight.size, device="cuda", dtype=torch.bfloat16)
+    residual = torch.randn(num_rows, weight.num_outputs, device="cuda", dtype=torch.bfloat16)
+    theirs = seconds_each(lambda: [functional.linear(x, one) for one in chain]) / num_weights
+    ours = []
+    for tiling in candidates(weight, num_rows):
+
+        def product(one: Tensor, tiling: Tiling = tiling) -> Tensor:
+            added, activation = (residual if weight.kind == "+" else None), ("silu" if weight.kind == "g" else None)
+            return skinny_linear_triton(x, one, None, added, activation, tiling)
+
+        try:
+            ours.append((seconds_each(lambda product=product: [product(one) for one in chain]) / num_weights, tiling))  # type: ignore[misc]
+        except Exception as error:  # a cut that does not fit this GPU
+            print(f"{tiling}: {str(error).splitlines()[0]}", flush=True)
+    return theirs, sorted(ours)
+
+
+def candidates(weight: Weight, num_rows: int) -> Iterator[Tiling]:
+    """Cuts that use the GPU's width without drowning it, and whose steps in flight fit."""
+    width = torch.cuda.get_device_properties("cuda").multi_processor_count
+    num_halves = 2 if weight.kind == "g" else 1
+    for rows, columns, step, num_warps in itertools.product((16, 32, 64, 128), (16, 32, 64), (64, 128), (4, 8)):
+        if rows > max(FEW_ROWS, 2 * num_rows) or (rows == FEW_ROWS and num_rows > 32) or weight.size % step:
+            continue
+        if (num_warps == 8) != (rows * columns >= 128 * 64):
+            continue
+        num_programs = -(-weight.num_outputs // columns) * -(-num_rows // rows)
+        num_stages = min(4, SHARED_BYTES // (2 * step * (rows + num_halves * columns)))
+        if width / 5 <= num_programs <= 8 * width and num_stages >= 2:
+            yield Tiling(columns, step, num_warps, num_stages, ahead=256, rows=rows)
+
+
+def seconds_each(run: Callable[[], object]) -> float:
+    """Of a replay, the fastest of some."""
+    replay, best = record(run, torch.cuda.graph_pool_handle()), float("inf")
+    for _ in range(NUM_TRIES):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(NUM_REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000 / NUM_REPLAYS)
+    return best
+
+
+def compare_steps(batches: list[int], num_draft_tokens: int, fastest: dict[tuple[int, int], dict[int, Tiling]]) -> None:
+    """Milliseconds of a decode step, of its verification and of its draft, by requests; as it is and with `fastest`."""
+    target = load_target(None)
+    print(f"\n{'':>10} {'requests':>8} {'step ms':>8} {'verify':>7} {'draft':>6}", flush=True)
+    measure_steps("as it is", target, batches, num_draft_tokens)
+    usual_tiling, usual_rows = skinny_linear.tiling, skinny_linear.most_rows
+
+    def tiling(num_columns: int, size: int, num_rows: int) -> Tiling:
+        measured = fastest.get((num_columns, size), {})
+        enough = [rows for rows in measured if rows >= num_rows > FEW_ROWS]
+        return measured[min(enough)] if enough else usual_tiling(num_columns, size, num_rows)
+
+    def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
+        most = max(fastest.get((num_columns, size), {}), default=0)
+        return max(most, usual_rows(num_columns, size, is_gated=is_gated))
+
+    skinny_linear.tiling, skinny_linear.most_rows = tiling, most_rows
+    torch._dynamo.reset()  # what was compiled has the old limits in it
+    try:
+        measure_steps("with these", target, batches, num_draft_tokens)
+    finally:
+        skinny_linear.tiling, skinny_linear.most_rows = usual_tiling, usual_rows
+
+
+def measure_steps(name: str, target: HFTarget, batches: list[int], num_draft_tokens: int) -> None:
+    with LLM(target, "auto", num_draft_tokens, max_batch=max(batches), max_length=1024, prefill_tokens=256) as llm:
+        for batch in batches:
+            times = llm.engine.step_times(batch)
+            assert times is not None, "asked on a GPU"
+            step, verify, draft = (1000 * seconds for seconds in times)
+            print(f"{name:>10} {batch:>8} {step:>8.3f} {verify:>7.3f} {draft:>6.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
