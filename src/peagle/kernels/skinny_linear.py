@@ -106,7 +106,9 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
     rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, tiling(*weight.shape, len(rows)))
+    num_columns, size = weight.shape
+    cut = tiling(num_columns, size, len(rows))
+    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, cut)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -197,12 +197,6 @@ class HFTarget:
         """Let go of the aux states of the model's last call, which are kept until the next one otherwise."""
         self._captured.clear()
 
-    def top_two_gap(self, token_ids: list[int]) -> float:
-        """How far the likeliest next token's logit is above the second's, after `token_ids`."""
-        logits_V = self.forward(torch.tensor([token_ids], device=self.device)).logits_BTV[0, -1]
-        first, second = logits_V.float().topk(2).values.tolist()
-        return float(first - second)
-
     def fingerprint(self) -> str:
         """A hash that tells these weights from others, the same whether they are loaded in float32 or in bfloat16.
 
