@@ -172,8 +172,11 @@ judge_by_the_others() {
     return "$status"
 }
 
+# A dozen prompts of the shipped drafter, so that both lanes take as long; of another one all of them.
 judge_by_vllm() {
-    judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test \
+    local some=()
+    if (($# == 0)); then some=(--num-prompts 12); fi
+    judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
         judge "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
