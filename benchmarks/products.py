@@ -1,4 +1,4 @@
-"""Our product kernel beside torch's, by weight and number of rows: how the tables of kernels/skinny_linear.py are made.
+"""Our product kernel beside torch's, by weight and number of rows: what cuts kernels/skinny_linear.py may take.
 
     python benchmarks/products.py [--weights 960x576 576x576+ 3072x576g ...] [--rows 8 64 256 512] [--keep 3]
     python benchmarks/products.py --steps 8 32 64 [--num-draft-tokens 7]
@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from peagle.engine.graphs import record
 from peagle.engine.llm import LLM
-from peagle.kernels import skinny_linear
+from peagle.kernels import skinny_linear, skinny_linear_triton
 from peagle.kernels.skinny_linear import FEW_ROWS, Tiling
-from peagle.kernels.skinny_linear_triton import skinny_linear_triton
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 
@@ -91,7 +90,7 @@ def compare(weight: Weight, num_rows: int) -> tuple[float, list[tuple[float, Til
 
         def product(one: Tensor, tiling: Tiling = tiling) -> Tensor:
             added, activation = (residual if weight.kind == "+" else None), ("silu" if weight.kind == "g" else None)
-            return skinny_linear_triton(x, one, None, added, activation, tiling)
+            return skinny_linear_triton.skinny_linear_triton(x, one, None, added, activation, tiling)
 
         try:
             ours.append((seconds_each(lambda product=product: [product(one) for one in chain]) / num_weights, tiling))  # type: ignore[misc]
@@ -134,23 +133,26 @@ def compare_steps(batches: list[int], num_draft_tokens: int, fastest: dict[tuple
     target = load_target(None)
     print(f"\n{'':>10} {'requests':>8} {'step ms':>8} {'verify':>7} {'draft':>6}", flush=True)
     measure_steps("as it is", target, batches, num_draft_tokens)
-    usual_tiling, usual_rows = skinny_linear.tiling, skinny_linear.most_rows
+    usual_product, usual_rows = skinny_linear_triton.skinny_linear_triton, skinny_linear.most_rows
 
-    def tiling(num_columns: int, size: int, num_rows: int) -> Tiling:
-        measured = fastest.get((num_columns, size), {})
-        enough = [rows for rows in measured if rows >= num_rows > FEW_ROWS]
-        return measured[min(enough)] if enough else usual_tiling(num_columns, size, num_rows)
+    def product(
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, usual: Tiling
+    ) -> Tensor:
+        measured = fastest.get((weight.shape[0], weight.shape[1]), {})
+        enough = [rows for rows in measured if rows >= len(x) > FEW_ROWS]
+        return usual_product(x, weight, bias, residual, activation, measured[min(enough)] if enough else usual)
 
     def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
         most = max(fastest.get((num_columns, size), {}), default=0)
         return max(most, usual_rows(num_columns, size, is_gated=is_gated))
 
-    skinny_linear.tiling, skinny_linear.most_rows = tiling, most_rows
+    skinny_linear_triton.skinny_linear_triton = product  # type: ignore[assignment]  # its parameters have other names
+    skinny_linear.most_rows = most_rows
     torch._dynamo.reset()  # what was compiled has the old limits in it
     try:
         measure_steps("with these", target, batches, num_draft_tokens)
     finally:
-        skinny_linear.tiling, skinny_linear.most_rows = usual_tiling, usual_rows
+        skinny_linear_triton.skinny_linear_triton, skinny_linear.most_rows = usual_product, usual_rows
 
 
 def measure_steps(name: str, target: HFTarget, batches: list[int], num_draft_tokens: int) -> None:

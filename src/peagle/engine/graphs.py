@@ -73,10 +73,11 @@ def record(run: Callable[[], T], pool: Any) -> Callable[[], T]:
     try:
         with compiler_settings(), torch.cuda.graph(graph, pool=pool):
             decoded = run()
-    except torch.cuda.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        # Where a pass fails, ending its recording fails too, and hides why.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        if isinstance(first, torch.cuda.OutOfMemoryError):
+            raise first from None
         raise RecordingError(str(first).partition("\n")[0]) from error
 
     def replay() -> T:

@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
     """rows of a program"""
 
 
-def tiling(num_columns: int, size: int, num_rows: int) -> Tiling:
+def tiling(num_columns: int, size: int) -> Tiling:
     """The cut for a weight, by its shape: the fastest of those tried inside whole decode steps on an H200, bfloat16.
 
     Microseconds a product of 1 and of 8 rows with weights read from memory, torch's and ours; ours does the gate or
@@ -42,10 +42,8 @@ def tiling(num_columns: int, size: int, num_rows: int) -> Tiling:
         3072 x 576, gate      4.1  4.1    3.8  3.5        28672 x 4096, gate     60.5  61.3   56.4  57.1
         576 x 1536, sum       5.0  4.9    4.2  4.1        4096 x 14336, sum      31.9  32.4   29.5  30.0
 
-    Made with benchmarks/products.py. For more rows than a few nothing was measured yet.
+    benchmarks/products.py tries cuts for other GPUs, weights and numbers of rows.
     """
-    if num_rows > FEW_ROWS:
-        return Tiling(32, 64, 4, 4, ahead=256, rows=64)
     if size <= 2048 and num_columns <= 8192:
         if num_columns >= 2048:
             return Tiling(32, 128, 4, 4, ahead=256)
@@ -106,9 +104,7 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
     rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    num_columns, size = weight.shape
-    cut = tiling(num_columns, size, len(rows))
-    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, cut)
+    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, tiling(*weight.shape))
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
