@@ -99,6 +99,9 @@ def test_creation_draws_from_a_generator_of_its_own() -> None:
         others.append(torch.rand(3))
     assert all(map(torch.equal, *(drafter.parameters() for drafter in drafters)))
     assert not torch.equal(*others)
+    with torch.device("meta"):  # as a caller may have it whose tensors are on a GPU
+        elsewhere = create_drafter(target, config, "random", seed=1)
+    assert all(map(torch.equal, elsewhere.parameters(), drafters[0].parameters()))
 
 
 def test_a_pruned_head_of_its_own_starts_from_the_targets_rows() -> None:

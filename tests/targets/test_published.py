@@ -28,6 +28,7 @@ from peagle.targets.capacity import count_parameters
 from peagle.targets.catalog import find
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.targets.quantized import forget_quantization, widening
 from published import MASK_TOKEN, PUBLISHED, WINDOW, Published, published_drafter, write_head, write_target
 
 MAX_TOKENS = 24
@@ -59,7 +60,11 @@ class Case:
     @cached_property
     def judge(self) -> Any:
         """What transformers makes of the files, in float32 throughout."""
-        return AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32).float().eval()
+        # Where there is a GPU, transformers would keep quantized weights as they are.
+        options = widening(self.directory)
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32, **options)
+        forget_quantization(model)
+        return model.float().eval()
 
     @cached_property
     def target(self) -> HFTarget:

@@ -62,11 +62,11 @@ def create_drafter(
     A draft vocabulary smaller than the target's is that of `offsets_U` (see `draft_to_target`), by default its first
     tokens.
     """
-    drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    with torch.device("cpu"):  # every device draws other numbers from a seed
+        drafter, noise = Drafter(config, target.embedding_VD, target.head_VD), torch.Generator().manual_seed(seed)
     if offsets_U is not None:
         check_offsets(offsets_U, config.vocab_size)
         drafter.d2t.copy_(offsets_U)
-    noise = torch.Generator().manual_seed(seed)  # a CPU's: every device draws other numbers from a seed
     for module in drafter.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=WEIGHT_STD, generator=noise)
@@ -84,6 +84,14 @@ def create_drafter(
         if init == "target":
             _copy_last_layers(drafter, target)
     return drafter
+
+
+def check_copies(target: "HFTarget", config: DrafterConfig) -> None:
+    """Refuse a drafter whose layers cannot start as copies of the target's last ones. Nothing is allocated."""
+    with torch.device("meta"):
+        drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    with torch.no_grad():
+        _copy_last_layers(drafter, target)
 
 
 def _copy_last_layers(drafter: Drafter, target: "HFTarget") -> None:

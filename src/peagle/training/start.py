@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peagle.drafter.card import TargetIdentity, read_card
 from peagle.drafter.checkpoint import drafter_directory, load_drafter
-from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.create import check_copies, config_for_target, create_drafter
 from peagle.drafter.layouts import weights_files
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import choose_draft_vocab, vocab_coverage
@@ -39,8 +39,7 @@ def check_start(target: HFTarget, config: TrainConfig) -> None:
     target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
     drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
     if config.init == "target":
-        with target.device:  # where noise, which is not looked at, is made in no time
-            create_drafter(target, drafter_config, config.init, config.seed)
+        check_copies(target, drafter_config)
 
 
 def starting_drafter(target: HFTarget, config: TrainConfig, counts_V: Tensor | None) -> Drafter:
