@@ -150,9 +150,9 @@ def test_steps_with_a_prefill_or_an_end_are_not_counted_as_undisturbed():
     assert loop.walls == [1.0] * 4, "of each request's six steps: prefill, two to settle, two that count, the end"
 
 
-def test_every_prompt_is_asked_and_every_place_is_taken_four_times():
-    assert default_num_requests(1, 3) == 3 and default_num_requests(2, 3) == 8
-    assert default_num_requests(8, 80) == 80 and default_num_requests(128, 80) == 512
+def test_every_prompt_is_asked_and_every_place_is_taken_eight_times():
+    assert default_num_requests(1, 3) == 3 and default_num_requests(2, 3) == 16
+    assert default_num_requests(8, 80) == 80 and default_num_requests(128, 80) == 1024
 
 
 def test_cells_of_one_engine_follow_each_other_and_plain_has_no_depth():

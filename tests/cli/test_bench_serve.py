@@ -40,8 +40,8 @@ def test_sweep_prints_one_document(peagle, served, prompts, tmp_path):
     document = result.json
     assert document["model_id"] == "tiny" and document["workload"] == "asked" and not document["is_interrupted"]
     assert [row["max_concurrency"] for row in document["results"]] == [1, 2]
-    assert [row["num_prompts"] for row in document["results"]] == [3, 8], (
-        "each prompt, and each of several places four times"
+    assert [row["num_prompts"] for row in document["results"]] == [3, 16], (
+        "each prompt, and each of several places eight times"
     )
     for row in document["results"]:
         assert row["completed"] == row["num_prompts"] and row["failed"] == 0

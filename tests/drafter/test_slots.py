@@ -11,6 +11,7 @@ from peagle.drafter.slots import (
     Slots,
     batch_serving_slots,
     context_slots,
+    packed_serving_slots,
     serving_slots,
     slot_inputs,
     training_slots,
@@ -66,6 +67,35 @@ def test_documents_that_share_a_row_have_the_slots_each_would_have_alone(documen
             assert found == {(anchor + first, depth) for anchor, depth in seen}
             assert packed.position_BS[0, row] == alone.position_BS[0, query]
             assert packed.label_BS[0, row] == alone.label_BS[0, query] + first
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), min_size=1, max_size=5),
+    num_padding=st.integers(0, 3),
+    num_draft_tokens=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_packed_pieces_have_the_serving_slots_each_would_have_alone(
+    pieces: list[tuple[int, int]], num_padding: int, num_draft_tokens: int
+) -> None:
+    sizes = [size for _, size in pieces]
+    first_token = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    num_tokens = max(1, first_token[-1] + num_padding)
+    slots, chunks, tokens, first_slot = packed_serving_slots(
+        torch.tensor([first for first, _ in pieces]), torch.tensor(first_token), num_tokens, num_draft_tokens
+    )
+    assert len(listed(slots)) == num_tokens + len(pieces) * (num_draft_tokens - 1)
+    for number, (first, size) in enumerate(pieces):
+        own = range(first_slot[number], first_slot[number + 1])
+        assert chunks[own].tolist() == [number] * len(own)
+        if not size:
+            assert all(listed(slots)[slot][1] == PADDING for slot in own)
+            continue
+        assert [listed(slots)[slot] for slot in own] == listed(serving_slots(first, size, num_draft_tokens))
+        anchors = [listed(slots)[slot][0] for slot in own]
+        assert tokens[own].tolist() == [first_token[number] + anchor - first for anchor in anchors]
+    assert all(depth == PADDING for _, depth in listed(slots)[first_slot[-1] :])
+    assert min(tokens) >= 0 and max(tokens) < num_tokens, "padding reads something"
 
 
 @given(first=st.integers(0, 6), num_anchors=st.integers(1, 4), num_draft_tokens=st.integers(1, 5))

@@ -10,6 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from peagle.kernels.skinny_linear import (
     ACTIVATIONS,
     FEW_ROWS,
+    MANY_ROWS,
+    MORE_ROWS,
     SkinnyLinear,
     Tiling,
     gated_linear,
@@ -121,13 +123,15 @@ def test_a_sum_stays_where_the_product_is_read_again_or_the_shapes_differ() -> N
 def test_few_rows_are_few_rows_of_half_precision_on_a_gpu() -> None:
     assert most_rows(8192, 4096) == FEW_ROWS and most_rows(49152, 576) == 0
     assert most_rows(49152, 576, is_gated=True) == FEW_ROWS
+    assert most_rows(960, 576) == MORE_ROWS and most_rows(3072, 576, is_gated=True) == MANY_ROWS
     weight = torch.zeros(4, 8, device=DEVICE)
     assert not is_few(torch.zeros(1, 2, 8), weight), "not on a CPU"
     if DEVICE == "cuda":
-        few = torch.zeros(1, FEW_ROWS, 8, device=DEVICE, dtype=torch.bfloat16)
+        few = torch.zeros(1, MORE_ROWS, 8, device=DEVICE, dtype=torch.bfloat16)
         assert is_few(few, weight)
         assert not is_few(few.float(), weight)
         assert not is_few(few.repeat(1, 2, 1), weight)
+        assert is_few(few.repeat(1, 2, 1), weight, is_gated=True)
 
 
 def test_layers_become_skinny_in_place_and_back() -> None:
@@ -146,11 +150,12 @@ def test_layers_become_skinny_in_place_and_back() -> None:
 @pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (4096, 4096), (28672, 4096)])
 def test_products_on_a_gpu_equal_torch_to_rounding(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
-    for num_rows in (1, 8, 16, 40):
+    for num_rows in (1, 8, 16, 17, 40, 64, 65):
         x = torch.randn(1, num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
         plain = nn.functional.linear(x, weight)
         torch.testing.assert_close(skinny_linear(x, weight, None), plain, atol=2e-2, rtol=2e-2)
-    few = torch.randn(1, 8, shape[1], device="cuda", dtype=torch.bfloat16)
-    gate, up = nn.functional.linear(few.float(), weight.float()).chunk(2, dim=-1)
-    found = gated_linear(few, weight, None, "silu").float()
-    torch.testing.assert_close(found, nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)
+    for num_rows in (8, 20, 200, 512):
+        x = torch.randn(1, num_rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        gate, up = nn.functional.linear(x.float(), weight.float()).chunk(2, dim=-1)
+        found = gated_linear(x, weight, None, "silu").float()
+        torch.testing.assert_close(found, nn.functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

@@ -231,11 +231,11 @@ def answer_of(prompt: int, output: Output) -> Answer:
 
 
 def default_num_requests(concurrency: int, num_prompts: int) -> int:
-    """Every prompt once, and each of several places in the batch taken at least four times.
+    """Every prompt once, and each of several places in the batch taken at least eight times.
 
     The last requests run in a batch that empties; with fewer of them it would weigh too much.
     """
-    return num_prompts if concurrency == 1 else max(4 * concurrency, num_prompts)
+    return num_prompts if concurrency == 1 else max(8 * concurrency, num_prompts)
 
 
 def cells_of(

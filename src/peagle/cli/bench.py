@@ -61,7 +61,7 @@ class Arguments:
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
     num_requests: int | None = None
-    """requests a cell; by default each prompt once, and at least four times a concurrency above 1"""
+    """requests a cell; by default each prompt once, and at least eight times a concurrency above 1"""
     max_tokens: int = 256
     """tokens to answer each prompt with, at most"""
     temperature: float = 0.0

@@ -62,7 +62,7 @@ class Arguments:
     burstiness: float = 1.0
     """shape of the gaps between requests: below 1 burstier than a Poisson process, above 1 more even"""
     num_requests: int | None = None
-    """requests of each load; by default each prompt once, and at least four times a concurrency above 1"""
+    """requests of each load; by default each prompt once, and at least eight times a concurrency above 1"""
     num_warmups: int = 2
     """requests that are sent before and not measured"""
     max_tokens: int = 256

@@ -128,6 +128,46 @@ def batch_serving_slots(
     return Slots(anchor_BS, depth_BS.masked_fill(depth_BS >= num_draft_tokens, PADDING))
 
 
+class PackedSlots(NamedTuple):
+    """Slots of C pieces of texts in one row, [1, S], and where each comes from."""
+
+    slots: Slots
+    chunk_S: Tensor
+    """the piece of each slot"""
+    token_S: Tensor
+    """its anchor's place among the tokens"""
+    first_slot_C1: Tensor
+    """C + 1 entries: slots of piece c are first_slot[c] .. first_slot[c + 1] - 1, and what follows is padding"""
+
+
+def packed_serving_slots(
+    first_anchor_C: Tensor, first_token_C1: Tensor, num_tokens: int, num_draft_tokens: int
+) -> PackedSlots:
+    """`serving_slots` of pieces of texts that lie one after another, each token an anchor; padded at the end.
+
+    Tokens of piece c are first_token[c] .. first_token[c + 1] - 1 of `num_tokens`; slots of a piece without any are
+    padding. Shapes depend on the sizes alone. Anchors 0 to 2 of one text and 5 of another, and a token that pads:
+
+    >>> packed = packed_serving_slots(torch.tensor([0, 5]), torch.tensor([0, 3, 4]), num_tokens=5, num_draft_tokens=3)
+    >>> packed.slots.anchor_BS.tolist(), packed.slots.depth_BS.tolist()
+    ([[0, 1, 2, 2, 2, 5, 5, 5, 5]], [[0, 0, 0, 1, 2, 0, 1, 2, -1]])
+    >>> packed.chunk_S.tolist(), packed.token_S.tolist(), packed.first_slot_C1.tolist()
+    ([0, 0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 3, 3, 3, 3], [0, 5, 8])
+    """
+    num_chunks, num_deeper = len(first_anchor_C), num_draft_tokens - 1
+    index_C1 = torch.arange(num_chunks + 1, device=first_token_C1.device)
+    index_S = torch.arange(num_tokens + num_chunks * num_deeper, device=first_token_C1.device)
+    first_slot_C1 = first_token_C1 + num_deeper * index_C1
+    chunk_S = (index_S[:, None] >= first_slot_C1[1:]).sum(1).clamp_max(num_chunks - 1)
+    column_S, last_S = index_S - first_slot_C1[chunk_S], first_token_C1.diff()[chunk_S] - 1
+    anchor_column_S = torch.minimum(column_S, last_S).clamp_min(0)
+    depth_S = (column_S - last_S).clamp_min(0)
+    depth_S = depth_S.masked_fill((depth_S > num_deeper) | (last_S < 0), PADDING)
+    token_S = (first_token_C1[chunk_S] + anchor_column_S).clamp_max(num_tokens - 1)
+    slots = Slots((first_anchor_C[chunk_S] + anchor_column_S)[None], depth_S[None])
+    return PackedSlots(slots, chunk_S, token_S, first_slot_C1)
+
+
 def training_slots(num_depths_BT: Tensor, num_slots: int | None = None, start_BT: Tensor | None = None) -> Slots:
     """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a: depth 0 first, then by anchor and depth.
 

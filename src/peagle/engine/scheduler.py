@@ -54,8 +54,8 @@ from peagle.engine.pages import IntegrityError, PagePool
 from peagle.engine.request import Request
 from peagle.errors import CapacityError, ConfigError, RequestError
 
-DECODES_A_NEW_REQUEST = 16
-"""One new request for so many that decode is worth a prefill pass."""
+DECODES_A_NEW_REQUEST = 8
+"""One new request for so many that decode is worth a prefill pass: measured at 64 requests, see docs/log.md."""
 SCORED_TOKENS = 256
 """Tokens of prompts a plan for which the logits of every token are kept: they take far more room than the tokens."""
 

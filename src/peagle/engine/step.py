@@ -28,11 +28,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from peagle.decoding.sampling import STREAM_DRAW
 from peagle.decoding.verify import keep_matches
 from peagle.drafter.model import Drafter
-from peagle.drafter.slots import PADDING, batch_serving_slots, slot_inputs
+from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.engine.adjustments import Adjustments
 from peagle.engine.row_state import Chunks, Decoded, RowState
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
@@ -52,6 +53,17 @@ class Verified(NamedTuple):
     next_B1: Tensor
     """the new newest token"""
     num_accepted_B: Tensor
+
+
+class DrafterRows(NamedTuple):
+    """Slots of one pass of the drafter: where they stand, and what its layers read."""
+
+    paged_rows: PagedRows
+    fused_1ND: Tensor
+    embedding_1ND: Tensor
+    rotary: tuple[Tensor, Tensor]
+    last_B: Tensor
+    """the row of each request's last anchor; those of its deeper slots follow"""
 
 
 class Step:
@@ -85,7 +97,7 @@ class Step:
         if drafter is not None:
             self._fuse, self._likeliest = compile(drafter.fuse), compile(self._likeliest)  # type: ignore[method-assign]
             self._lay_out_slots = compile(self._lay_out_slots)  # type: ignore[method-assign]
-            self._lay_out_anchors = compile(self._lay_out_anchors)  # type: ignore[method-assign]
+            self._lay_out_prompt_slots = compile(self._lay_out_prompt_slots)  # type: ignore[method-assign]
             with torch.no_grad():
                 mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
                 self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
@@ -122,9 +134,9 @@ class Step:
             num_rows = int(num_accepted_B.max()) + 1
             aux_NA, known_BL1 = aux_BLA[:, :num_rows].flatten(0, 1), known_BL1[:, : num_rows + 1]
         fused_BLD = self._fuse(aux_NA).unflatten(0, (-1, num_rows))
-        drafts_BK = self._draft(
-            paged_rows.page_table_BP, paged_rows.context_B, num_accepted_B + 1, known_BL1, fused_BLD
-        )
+        table_BP, first_anchor_B = paged_rows.page_table_BP, paged_rows.context_B
+        slots = self._lay_out_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_BLD)
+        drafts_BK = self._draft(slots, table_BP, first_anchor_B + num_accepted_B)
         self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
 
     def _lay_out(self, rows_B: Tensor) -> tuple[Tensor, Tensor, PagedRows]:
@@ -204,19 +216,10 @@ class Step:
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_C, next_C1)
             return Decoded(emitted_C2, logits_CV, scored_logits_SV)
-        fused_ND = self._fuse(aux_NA)
-        anchor_rows, embedding_1ND, rotary = self._lay_out_anchors(chunks, index_N, position_N, end_C, fused_ND)
-        self.drafter.run_layers(fused_ND[None], embedding_1ND, rotary, self._pages_of(anchor_rows))
-        # Of a chunk that is not its text's last, the anchor at its end is there already, with the token that follows in
-        # the text. What is drafted from the guess goes to waste.
+        slots = self._lay_out_prompt_slots(chunks, index_N, end_C, next_C1, self._fuse(aux_NA))
+        # What is drafted after a chunk that is not its text's last goes to waste.
         table_CP = paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
-        drafts_CK = self._draft(
-            table_CP,
-            end_C - 1,
-            torch.ones_like(end_C),
-            next_C1.expand(-1, 2),
-            fused_ND[last_C][:, None],
-        )
+        drafts_CK = self._draft(slots, table_CP, end_C - 1)
         self.state.tokens.index_copy_(0, rows_C, torch.cat([next_C1, drafts_CK], dim=1))
         return Decoded(emitted_C2, logits_CV, scored_logits_SV)
 
@@ -255,85 +258,90 @@ class Step:
         self.adjustments.count(rows_C, next_C1, emitted_C2[:, 0])
         return rows_C, next_C1, emitted_C2
 
-    def _lay_out_anchors(
-        self, chunks: Chunks, index_N: Tensor, position_N: Tensor, end_C: Tensor, fused_ND: Tensor
-    ) -> tuple[PagedRows, Tensor, tuple[Tensor, Tensor]]:
-        """Depth-0 slots of all the chunks' anchors: where they stand and what the drafter's layers read.
-
-        The anchor at a text's last token is left to `_draft`, because the token after it has just been chosen.
-        """
-        assert self.drafter is not None, "only called with one"
+    def _lay_out_prompt_slots(
+        self, chunks: Chunks, index_N: Tensor, end_C: Tensor, next_C1: Tensor, fused_ND: Tensor
+    ) -> DrafterRows:
+        """All the chunks' anchors, and the placeholders that hang from the last one of each."""
+        is_end_N = (chunks.is_last_C[chunks.chunk_N] != 0) & (index_N == end_C[chunks.chunk_N] - 1)
+        next_N = torch.where(is_end_N, next_C1[chunks.chunk_N, 0], chunks.next_ids_N)
+        slots, chunk_S, token_S, first_slot_C1 = packed_serving_slots(
+            chunks.start_C, chunks.first_token_C1, len(next_N), self._num_depths
+        )
+        depth_S, position_S = slots.depth_BS[0], slots.position_BS[0]
+        is_kept_S = torch.where(
+            depth_S == 0, position_S + 1 >= chunks.first_write_C[chunk_S], chunks.is_last_C[chunk_S] != 0
+        )
         table_CP = self.state.page_table[chunks.row_C]
-        is_open_N = (chunks.is_last_C[chunks.chunk_N] != 0) & (index_N == end_C[chunks.chunk_N] - 1)
-        is_shared_N = index_N + 1 < chunks.first_write_C[chunks.chunk_N]
-        cell_N = self._cells(table_CP[chunks.chunk_N], index_N[:, None] + 1).flatten()
-        cell_N = cell_N.masked_fill(is_open_N | is_shared_N, WASTE_PAGE)
-        span_L0 = index_N.new_empty(len(index_N), 0)
-        paged_rows = PagedRows(table_CP, chunks.first_token_C1, chunks.start_C + 1, cell_N, span_L0)
-        return paged_rows, *self.drafter.layer_inputs(chunks.next_ids_N[None], fused_ND[None], position_N[None])
+        cell_S = self._cells(table_CP[chunk_S], position_S[:, None] + 1).flatten()
+        cell_S = cell_S.masked_fill(~is_kept_S | (depth_S == PADDING), WASTE_PAGE)
+        span_S0 = index_N.new_empty(len(cell_S), 0)
+        paged_rows = PagedRows(table_CP, first_slot_C1, chunks.start_C + 1, cell_S, span_S0)
+        last_C = (first_slot_C1[:-1] + chunks.first_token_C1.diff() - 1).clamp_min(0)
+        # Tokens are counted from the chunks' first here, and `slot_inputs` wants the one before each next.
+        before_1N1 = functional.pad(next_N, (1, 0))[None]
+        return self._drafter_rows(slots, paged_rows, before_1N1, fused_ND[None], slots.anchor_BS - token_S, last_C)
 
     # Drafting ---------------------------------------------------------------------------------------------------------
 
-    def _draft(
-        self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
-    ) -> Tensor:
-        """Read the newly known anchors and draft, [B, K].
+    @property
+    def _num_depths(self) -> int:
+        """Drafts of one pass of the drafter."""
+        assert self.drafter is not None, "only asked with one"
+        return self.num_draft_tokens if self.drafter.config.parallel else 1
 
-        Column t of `token_ids_BT` and `fused_BTD` belongs to index first_anchor + t, as for `slot_inputs`.
-        """
+    def _draft(self, rows: DrafterRows, table_BP: Tensor, last_anchor_B: Tensor) -> Tensor:
+        """Run the slots of newly known anchors and draft from the last one of each request, [B, K]."""
         assert self.drafter is not None, "drafts come from a drafter"
-        depths = self.num_draft_tokens if self.drafter.config.parallel else 1
-        paged_rows, fused_1ND, embedding_1ND, rotary = self._lay_out_slots(
-            table_BP, first_anchor_B, num_anchors_B, token_ids_BT, fused_BTD, depths
-        )
-        state_1ND = self.drafter.run_layers(fused_1ND, embedding_1ND, rotary, self._pages_of(paged_rows))
-        drafts_BK, carried_BKD = self._likeliest(state_1ND, num_anchors_B, depths)
+        drafts_BK, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, self._num_depths)
         drafts = [drafts_BK]
-        for depth in range(depths, self.num_draft_tokens):
+        one_B = torch.ones_like(last_anchor_B)
+        for depth in range(self._num_depths, self.num_draft_tokens):
             # EAGLE-3: the drafter's own token and state take the place of the target's.
-            anchor_B = first_anchor_B + num_anchors_B - 1 + depth
-            one_B = torch.ones_like(anchor_B)
-            paged_rows, fused_1ND, embedding_1ND, rotary = self._lay_out_slots(
-                table_BP, anchor_B, one_B, drafts[-1].expand(-1, 2), carried_BKD, 1
-            )
-            state_1ND = self.drafter.run_layers(fused_1ND, embedding_1ND, rotary, self._pages_of(paged_rows))
-            next_B1, carried_BKD = self._likeliest(state_1ND, one_B, 1)
+            rows = self._lay_out_slots(table_BP, last_anchor_B + depth, one_B, drafts[-1].expand(-1, 2), carried_BKD)
+            next_B1, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, 1)
             drafts.append(next_B1)
         return torch.cat(drafts, dim=1)
 
     def _lay_out_slots(
+        self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
+    ) -> DrafterRows:
+        """The slots of a decode step's drafter pass.
+
+        Column t of `token_ids_BT` and `fused_BTD` belongs to index first_anchor + t, as for `slot_inputs`.
+        """
+        slots = batch_serving_slots(first_anchor_B, num_anchors_B, fused_BTD.shape[1], self._num_depths)
+        paged_rows = self._paged_rows(table_BP, first_anchor_B + 1, slots.position_BS + 1, slots.depth_BS == PADDING)
+        last_B = paged_rows.first_row_B1[:-1] + num_anchors_B - 1
+        return self._drafter_rows(slots, paged_rows, token_ids_BT, fused_BTD, first_anchor_B[:, None], last_B)
+
+    def _drafter_rows(
         self,
-        table_BP: Tensor,
-        first_anchor_B: Tensor,
-        num_anchors_B: Tensor,
+        slots: Slots,
+        paged_rows: PagedRows,
         token_ids_BT: Tensor,
         fused_BTD: Tensor,
-        num_depths: int,
-    ) -> tuple[PagedRows, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """The slots of one drafter pass: where they stand and what the layers read."""
+        offset_BS: Tensor,
+        last_B: Tensor,
+    ) -> DrafterRows:
         assert self.drafter is not None, "only called with one"
-        slots = batch_serving_slots(first_anchor_B, num_anchors_B, fused_BTD.shape[1], num_depths)
         fused_mask_D = self.fused_mask_D if self.drafter.config.parallel else fused_BTD[0, 0]
         token_ids_BS, fused_BSD = slot_inputs(
-            slots,
-            token_ids_BT,
-            fused_BTD,
-            self.drafter.config.mask_token_id or 0,
-            fused_mask_D,
-            first_anchor_B[:, None],
+            slots, token_ids_BT, fused_BTD, self.drafter.config.mask_token_id or 0, fused_mask_D, offset_BS
         )
-        paged_rows = self._paged_rows(table_BP, first_anchor_B + 1, slots.position_BS + 1, slots.depth_BS == PADDING)
         fused_1ND = fused_BSD.flatten(0, 1)[None]
         position_1N = slots.position_BS.reshape(1, -1).clamp_max(self.max_position)
-        return paged_rows, fused_1ND, *self.drafter.layer_inputs(token_ids_BS.reshape(1, -1), fused_1ND, position_1N)
+        embedding_1ND, rotary = self.drafter.layer_inputs(token_ids_BS.reshape(1, -1), fused_1ND, position_1N)
+        return DrafterRows(paged_rows, fused_1ND, embedding_1ND, rotary, last_B)
 
-    def _likeliest(self, state_1ND: Tensor, num_anchors_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
+    def _run_layers(self, rows: DrafterRows) -> Tensor:
+        assert self.drafter is not None, "only called with one"
+        return self.drafter.run_layers(rows.fused_1ND, rows.embedding_1ND, rows.rotary, self._pages_of(rows.paged_rows))
+
+    def _likeliest(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
         """Draft tokens of each request's last anchor, and the states they came from."""
         assert self.drafter is not None, "only called with one"
-        state_BSD = state_1ND[0].unflatten(0, (len(num_anchors_B), -1))
-        columns_BK = num_anchors_B[:, None] - 1 + torch.arange(num_depths, device=state_BSD.device)
-        taken_BKD = state_BSD.gather(1, columns_BK[..., None].expand(-1, -1, state_BSD.shape[-1]))
-        normed_BKD, carried_BKD = self.drafter.layer_outputs(taken_BKD)
+        rows_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
+        normed_BKD, carried_BKD = self.drafter.layer_outputs(state_1ND[0, rows_BK])
         return self.drafter.to_target_ids(self.drafter.logits(normed_BKD).argmax(-1)), carried_BKD
 
     def _pages_of(self, rows: PagedRows) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:

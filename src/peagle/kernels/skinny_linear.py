@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 FEW_ROWS = 16
-"""The fewest that the GPU's matrix units multiply at once, and the most for which tilings were measured."""
+"""The fewest that the GPU's matrix units multiply at once."""
+MORE_ROWS = 64
+MANY_ROWS = 512
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
 
 
@@ -31,8 +33,8 @@ class Tiling(NamedTuple):
     """rows of a program"""
 
 
-def tiling(num_columns: int, size: int) -> Tiling:
-    """The cut for a weight, by its shape: the fastest of those tried inside whole decode steps on an H200, bfloat16.
+def tiling(num_columns: int, size: int, num_rows: int) -> Tiling:
+    """The cut for a weight's shape and a number of rows: of those tried on an H200, bfloat16, the fastest.
 
     Microseconds a product of 1 and of 8 rows with weights read from memory, torch's and ours; ours does the gate or
     the sum with the residual on the way:
@@ -45,6 +47,10 @@ def tiling(num_columns: int, size: int) -> Tiling:
     benchmarks/products.py tries cuts for other GPUs, weights and numbers of rows.
     """
     if size <= 2048 and num_columns <= 8192:
+        if num_rows > FEW_ROWS:
+            if num_columns >= 2048:
+                return Tiling(32, 64, 4, 4, ahead=256, rows=32 if num_rows <= 32 else 64)
+            return Tiling(16, 64 if size <= 768 else 128, 4, 4, ahead=256, rows=64 if num_columns > 768 else 32)
         if num_columns >= 2048:
             return Tiling(32, 128, 4, 4, ahead=256)
         return Tiling(16, 64, 4, 6, ahead=512) if size <= 768 else Tiling(8, 128, 4, 6, ahead=512)
@@ -56,6 +62,8 @@ def tiling(num_columns: int, size: int) -> Tiling:
 
 def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
     """Rows up to which our kernel beats torch's product with a weight of this shape; 0 where it never does."""
+    if size <= 2048 and num_columns <= 8192:
+        return MANY_ROWS if is_gated else MORE_ROWS
     return FEW_ROWS if is_gated or (num_columns <= 8192 and size <= 16384) else 0
 
 
@@ -104,7 +112,9 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
     rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    y = skinny_linear_triton(rows, weight, bias, residual_rows, activation, tiling(*weight.shape))
+    y = skinny_linear_triton(
+        rows, weight, bias, residual_rows, activation, tiling(len(weight), weight.shape[1], len(rows))
+    )
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
