@@ -12,6 +12,7 @@ Shapes as in `attention.py`, and M rows of a tile.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,12 +24,39 @@ from peagle.kernels.overlap_triton import can_overlap, take_turn
 from peagle.kernels.softmax_triton import add_sinks, combine, fold, score, share
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
-# programs than this were each slower or no faster.
-KEYS_A_STEP = 64
 PROGRAMS_A_PROCESSOR = 2
 MOST_SPLITS = 32
 COUNTERS = 1 << 16
+
+
+class Cut(NamedTuple):
+    """How the kernel is cut."""
+
+    tile: int
+    """entries, which are rows times query heads, of a program"""
+    step: int
+    """keys of a step"""
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+    """steps in flight"""
+
+
+def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, num_processors: int) -> Cut:
+    """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
+
+    Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
+    programs than this were each slower or no faster. benchmarks/attention.py tries others.
+    """
+    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
+    tile = min(max(16, triton.next_power_of_2(num_entries)), 16 if is_wide else 64)
+    num_programs = triton.cdiv(num_entries, tile) * num_teams
+    num_splits = 1
+    if num_entries <= tile:
+        wanted = PROGRAMS_A_PROCESSOR * num_processors // num_programs
+        num_splits = max(1, min(MOST_SPLITS, wanted, COUNTERS // num_programs))
+    step = 64 if padded_width <= 128 else 16 if is_wide else 32
+    return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
 
 
 def paged_attention_triton(
@@ -90,22 +118,18 @@ def _paged_attention(
     if num_rows == 0:
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
-    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
-    tile = min(max(16, triton.next_power_of_2(max_rows * (num_heads // num_groups))), 16 if is_wide else 64)
-    num_tiles = triton.cdiv(max_rows * (num_heads // num_groups), tile)
-    num_programs = num_tiles * num_requests * num_groups
-    num_splits = 1
-    if num_tiles == 1:
-        wanted = PROGRAMS_A_PROCESSOR * _num_processors(query.device) // num_programs
-        num_splits = max(1, min(MOST_SPLITS, wanted, COUNTERS // num_programs))
-    step = KEYS_A_STEP if padded_width <= 128 else KEYS_A_STEP // (4 if is_wide else 2)
+    num_entries, num_teams = max_rows * (num_heads // num_groups), num_requests * num_groups
+    tile, step, num_splits, num_warps, num_stages = cut(
+        num_entries, num_teams, padded_width, query.dtype, _num_processors(query.device)
+    )
+    num_tiles = triton.cdiv(num_entries, tile)
     partial = torch.empty(
-        (num_programs * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
+        (num_tiles * num_teams * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
         dtype=torch.float32,
         device=query.device,
     )
     overlaps = can_overlap(query.device)
-    _attend[(num_tiles, num_requests * num_groups, num_splits)](
+    _attend[(num_tiles, num_teams, num_splits)](
         query,
         key,
         value,
@@ -149,8 +173,8 @@ def _paged_attention(
         has_softcap=softcap != 0,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         overlaps=overlaps,
-        num_warps=4,
-        num_stages=1 if is_wide and query.dtype == torch.float32 else 2,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **({"launch_pdl": True} if overlaps else {}),
     )
     return attended

@@ -1,0 +1,156 @@
+"""Our paged attention by how the kernel is cut: what kernels/attention_triton.py may take.
+
+    python benchmarks/attention.py [--batches 64x8 64x14 8x8 ...] [--heads 9/3x64] [--context 300] [--keep 3]
+
+A batch is requests x new rows of each; heads are query heads / key-value heads x width. Each time is that of one layer
+in a chain, recorded as a CUDA graph, of as many layers as no cache holds; the first line of a batch is what the engine
+takes now. Wants a GPU.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+
+from peagle.engine.graphs import record
+from peagle.kernels import attention_triton
+from peagle.kernels.attention import PagedRows, paged_attention
+from peagle.kernels.attention_triton import COUNTERS, Cut
+
+CACHE_BYTES = 200 << 20  # of keys and values in a chain: four times what an H200 keeps
+PAGE_SIZE = 32
+NUM_REPLAYS = 10
+NUM_TRIES = 5
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_groups: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Heads":
+        match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 9/3x64")
+        return cls(*map(int, match.groups()))
+
+
+class Batch(NamedTuple):
+    num_requests: int
+    num_rows: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Batch":
+        match = re.fullmatch(r"(\d+)x(\d+)", text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is not like 64x8")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.num_requests}x{self.num_rows}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    batches = [Batch(64, 1), Batch(64, 5), Batch(64, 8), Batch(64, 14), Batch(8, 8), Batch(1, 8)]
+    parser.add_argument("--batches", nargs="+", type=Batch.parse, default=batches, help=" ".join(map(str, batches)))
+    parser.add_argument("--heads", type=Heads.parse, default=Heads(9, 3, 64), help="9/3x64")
+    parser.add_argument("--context", type=int, default=300, help="keys of each request")
+    parser.add_argument("--keep", type=int, default=3, help="cuts to print for each, the fastest first")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and there is none")
+    print(f"{'batch':>8} {'us':>7}  cut", flush=True)
+    for batch in arguments.batches:
+        for seconds, cut in compare(batch, arguments.heads, arguments.context, arguments.keep):
+            print(f"{batch!s:>8} {seconds * 1e6:>7.2f}  {cut}", flush=True)
+
+
+def compare(batch: Batch, heads: Heads, context: int, keep: int) -> list[tuple[float, Cut]]:
+    """Seconds of a layer, first by the usual cut, then by the fastest ones."""
+    run = layers(batch, heads, context)
+    usual_cut = attention_triton.cut
+    usual = usual_cut(*cut_arguments(batch, heads))
+    found = []
+    try:
+        for cut in (usual, *candidates(batch, heads)):
+            attention_triton.cut = lambda *_, cut=cut: cut
+            try:
+                found.append((seconds_a_layer(run), cut))
+            except Exception as error:  # a cut that does not fit this GPU
+                print(f"{cut}: {str(error).splitlines()[0]}", flush=True)
+    finally:
+        attention_triton.cut = usual_cut
+    return [found[0], *sorted(found[1:])[:keep]]
+
+
+def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, int]:
+    num_entries = batch.num_rows * heads.num_heads // heads.num_groups
+    width = max(16, triton.next_power_of_2(heads.width))
+    num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, num_processors
+
+
+def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
+    """Cuts whose programs use the GPU's width without drowning it."""
+    num_entries, num_teams, _, _, num_processors = cut_arguments(batch, heads)
+    most = max(16, triton.next_power_of_2(num_entries))
+    for tile, step, num_splits in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8, 11, 16, 32)):
+        num_programs = -(-num_entries // tile) * num_teams * num_splits
+        if tile > most or num_programs > COUNTERS or not num_processors / 3 <= num_programs <= 8 * num_processors:
+            continue
+        for num_warps, num_stages in itertools.product((2, 4, 8), (1, 2, 3)):
+            if tile >= 32 or num_warps < 8:
+                yield Cut(tile, step, num_splits, num_warps, num_stages)
+
+
+def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object]]:
+    """Attention of enough layers, each over pages of its own."""
+    num_requests, num_rows = batch
+    num_pages = -(-(context + num_rows) // PAGE_SIZE)
+    total = num_requests * num_rows
+    device = {"device": "cuda"}
+    table = 1 + torch.randperm(num_requests * num_pages, **device).view(num_requests, num_pages)
+    index = context + torch.arange(num_rows, **device)
+    cell = table[:, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
+    rows = PagedRows(
+        table.to(torch.int32),
+        num_rows * torch.arange(num_requests + 1, **device),
+        torch.full((num_requests,), context, **device),
+        cell.flatten(),
+        torch.empty(num_rows, 0, **device),
+    )
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    query = torch.randn(total, heads.num_heads, heads.width, **half)
+    new = torch.randn(total, heads.num_groups, heads.width, **half)
+    shape = (num_requests * num_pages + 1, PAGE_SIZE, heads.num_groups, heads.width)
+    num_layers = max(4, CACHE_BYTES // (4 * torch.Size(shape).numel()))
+    pages = torch.randn(num_layers, 2, *shape, **half)
+    scale = heads.width**-0.5
+    return [
+        lambda keys=keys, values=values: paged_attention(query, new, new, keys, values, rows, scale=scale)
+        for keys, values in pages
+    ]
+
+
+def seconds_a_layer(run: list[Callable[[], object]]) -> float:
+    """Of the fastest replay of some."""
+    replay, best = record(lambda: [layer() for layer in run], torch.cuda.graph_pool_handle()), float("inf")
+    for _ in range(NUM_TRIES):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(NUM_REPLAYS):
+            replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000 / NUM_REPLAYS / len(run))
+    return best
+
+
+if __name__ == "__main__":
+    main()
