@@ -11,15 +11,14 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import triton
 
 from peagle.engine.graphs import record
-from peagle.kernels import attention_triton
-from peagle.kernels.attention import PagedRows, paged_attention
-from peagle.kernels.attention_triton import COUNTERS, Cut
+from peagle.kernels import attention
+from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, paged_attention
 
 CACHE_BYTES = 200 << 20  # of keys and values in a chain: four times what an H200 keeps
 PAGE_SIZE = 32
@@ -74,24 +73,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(batch: Batch, heads: Heads, context: int, keep: int) -> list[tuple[float, Cut]]:
     """Seconds of a layer, first by the usual cut, then by the fastest ones."""
     run = layers(batch, heads, context)
-    usual_cut = attention_triton.cut
+    usual_cut = attention.cut
     usual = usual_cut(*cut_arguments(batch, heads))
     found = []
     try:
         for cut in (usual, *candidates(batch, heads)):
-            attention_triton.cut = lambda *_, cut=cut: cut
+            attention.cut = lambda *_, cut=cut: cut
             try:
                 found.append((seconds_a_layer(run), cut))
             except Exception as error:  # a cut that does not fit this GPU
                 print(f"{cut}: {str(error).splitlines()[0]}", flush=True)
     finally:
-        attention_triton.cut = usual_cut
+        attention.cut = usual_cut
     return [found[0], *sorted(found[1:])[:keep]]
 
 
 def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, int]:
     num_entries = batch.num_rows * heads.num_heads // heads.num_groups
-    width = max(16, triton.next_power_of_2(heads.width))
+    width = max(16, 1 << (heads.width - 1).bit_length())
     num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, num_processors
 
@@ -99,10 +98,9 @@ def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtyp
 def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
     """Cuts whose programs use the GPU's width without drowning it."""
     num_entries, num_teams, _, _, num_processors = cut_arguments(batch, heads)
-    most = max(16, triton.next_power_of_2(num_entries))
     for tile, step, num_splits in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8, 11, 16, 32)):
         num_programs = -(-num_entries // tile) * num_teams * num_splits
-        if tile > most or num_programs > COUNTERS or not num_processors / 3 <= num_programs <= 8 * num_processors:
+        if num_programs > NUM_COUNTERS or not num_processors / 3 <= num_programs <= 8 * num_processors:
             continue
         for num_warps, num_stages in itertools.product((2, 4, 8), (1, 2, 3)):
             if tile >= 32 or num_warps < 8:
@@ -113,29 +111,23 @@ def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object
     """Attention of enough layers, each over pages of its own."""
     num_requests, num_rows = batch
     num_pages = -(-(context + num_rows) // PAGE_SIZE)
-    total = num_requests * num_rows
-    device = {"device": "cuda"}
-    table = 1 + torch.randperm(num_requests * num_pages, **device).view(num_requests, num_pages)
-    index = context + torch.arange(num_rows, **device)
-    cell = table[:, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
-    rows = PagedRows(
-        table.to(torch.int32),
-        num_rows * torch.arange(num_requests + 1, **device),
-        torch.full((num_requests,), context, **device),
-        cell.flatten(),
-        torch.empty(num_rows, 0, **device),
-    )
-    half = {"device": "cuda", "dtype": torch.bfloat16}
-    query = torch.randn(total, heads.num_heads, heads.width, **half)
-    new = torch.randn(total, heads.num_groups, heads.width, **half)
     shape = (num_requests * num_pages + 1, PAGE_SIZE, heads.num_groups, heads.width)
     num_layers = max(4, CACHE_BYTES // (4 * torch.Size(shape).numel()))
-    pages = torch.randn(num_layers, 2, *shape, **half)
+    with torch.device("cuda"):
+        table = 1 + torch.randperm(num_requests * num_pages).view(num_requests, num_pages)
+        index = context + torch.arange(num_rows)
+        rows = PagedRows(
+            table.to(torch.int32),
+            num_rows * torch.arange(num_requests + 1),
+            torch.full((num_requests,), context),
+            (table[:, index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE).flatten(),
+            torch.empty(num_rows, 0),
+        )
+        query = torch.randn(num_requests * num_rows, heads.num_heads, heads.width, dtype=torch.bfloat16)
+        new = torch.randn(num_requests * num_rows, heads.num_groups, heads.width, dtype=torch.bfloat16)
+        pages = torch.randn(num_layers, 2, *shape, dtype=torch.bfloat16)
     scale = heads.width**-0.5
-    return [
-        lambda keys=keys, values=values: paged_attention(query, new, new, keys, values, rows, scale=scale)
-        for keys, values in pages
-    ]
+    return [partial(paged_attention, query, new, new, keys, values, rows, scale=scale) for keys, values in pages]
 
 
 def seconds_a_layer(run: list[Callable[[], object]]) -> float:

@@ -40,13 +40,18 @@ def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None
     params = [SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
     expected = answers(target, None, 0, params)
     assert expected == answers(target, parallel, 4, params)
-    target.model.to("cuda")
-    for own, num_drafts in ((None, None), (twin(parallel, target), 4), (sequential(parallel, target), 3)):
-        with LLM(target, own, num_drafts, num_pages=160, **SMALL) as llm:
-            outputs = llm.generate(PROMPTS, params)
-            stats = llm.engine.stats()
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert stats.num_pages_used == 0
+    accepted: dict[int | None, list[int]] = {}
+    for device in ("cpu", "cuda"):
+        target.model.to(device)
+        for own, num_drafts in ((None, None), (twin(parallel, target), 4), (sequential(parallel, target), 3)):
+            with LLM(target, own, num_drafts, num_pages=160, **SMALL) as llm:
+                outputs = llm.generate(PROMPTS, params)
+                stats = llm.engine.stats()
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert stats.num_pages_used == 0
+            # Answers would be the same with worse drafts. These are as good, but for a near tie of the drafter's.
+            counts = accepted.setdefault(num_drafts, list(stats.accepted_per_position))
+            assert list(stats.accepted_per_position) == pytest.approx(counts, rel=0.05, abs=2)
 
 
 @pytest.mark.parametrize("capture_adjusted", [False, True])

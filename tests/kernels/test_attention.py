@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.attention import WASTE_PAGE, PagedRows, paged_attention, paged_attention_torch
+from peagle.kernels import attention
+from peagle.kernels.attention import WASTE_PAGE, Cut, PagedRows, paged_attention, paged_attention_torch
 
 triton = pytest.importorskip("triton")
 
@@ -157,6 +158,18 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     torch.testing.assert_close(found[0], expected[0], atol=tolerance, rtol=tolerance)
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
+
+
+@pytest.mark.parametrize("cut", [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4)])
+def test_triton_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
+    from peagle.kernels.attention_triton import paged_attention_triton
+
+    built = build(Case(((70, 12), (3, 1), (0, 9), (130, 7)), window=40))
+    expected = run(paged_attention_torch, *built)
+    monkeypatch.setattr(attention, "cut", lambda *_: cut)
+    for _ in range(2):  # what one call counts, the next finds at zero again
+        found = run(paged_attention_triton, *built)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_rows_sent_to_the_waste_page_leave_the_others_alone() -> None:

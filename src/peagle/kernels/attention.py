@@ -29,6 +29,9 @@ from torch import Tensor
 from torch.nn import functional
 
 WASTE_PAGE = 0
+PROGRAMS_A_PROCESSOR = 2
+MOST_SPLITS = 32
+NUM_COUNTERS = 1 << 16
 
 
 class PagedRows(NamedTuple):
@@ -100,6 +103,36 @@ def on_host(rows: PagedRows) -> PagedRows:
     if rows.context_B.is_cuda or rows.host is not None:
         return rows
     return rows._replace(host=RowsOnHost(rows))
+
+
+class Cut(NamedTuple):
+    """How the GPU's kernel is cut."""
+
+    tile: int
+    """entries, which are rows times query heads, of a program"""
+    step: int
+    """keys of a step"""
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+    """steps in flight"""
+
+
+def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, num_processors: int) -> Cut:
+    """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
+
+    Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
+    programs than this were each slower or no faster. benchmarks/attention.py tries others.
+    """
+    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
+    tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
+    num_programs = -(-num_entries // tile) * num_teams
+    num_splits = 1
+    if num_entries <= tile:
+        wanted = PROGRAMS_A_PROCESSOR * num_processors // num_programs
+        num_splits = max(1, min(MOST_SPLITS, wanted, NUM_COUNTERS // num_programs))
+    step = 64 if padded_width <= 128 else 16 if is_wide else 32
+    return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
 
 
 def paged_attention(

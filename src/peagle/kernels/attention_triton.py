@@ -12,53 +12,19 @@ Shapes as in `attention.py`, and M rows of a tile.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.attention import PagedRows
+from peagle.kernels import attention
+from peagle.kernels.attention import NUM_COUNTERS, PagedRows
 from peagle.kernels.overlap_triton import can_overlap, take_turn
 from peagle.kernels.softmax_triton import add_sinks, combine, fold, score, share
 
+
 # mypy: allow-untyped-defs, allow-incomplete-defs
-PROGRAMS_A_PROCESSOR = 2
-MOST_SPLITS = 32
-COUNTERS = 1 << 16
-
-
-class Cut(NamedTuple):
-    """How the kernel is cut."""
-
-    tile: int
-    """entries, which are rows times query heads, of a program"""
-    step: int
-    """keys of a step"""
-    num_splits: int
-    num_warps: int = 4
-    num_stages: int = 2
-    """steps in flight"""
-
-
-def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, num_processors: int) -> Cut:
-    """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
-
-    Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
-    programs than this were each slower or no faster. benchmarks/attention.py tries others.
-    """
-    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
-    tile = min(max(16, triton.next_power_of_2(num_entries)), 16 if is_wide else 64)
-    num_programs = triton.cdiv(num_entries, tile) * num_teams
-    num_splits = 1
-    if num_entries <= tile:
-        wanted = PROGRAMS_A_PROCESSOR * num_processors // num_programs
-        num_splits = max(1, min(MOST_SPLITS, wanted, COUNTERS // num_programs))
-    step = 64 if padded_width <= 128 else 16 if is_wide else 32
-    return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
-
-
 def paged_attention_triton(
     query_NHE: Tensor,
     key_NGE: Tensor,
@@ -119,7 +85,7 @@ def _paged_attention(
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
     num_entries, num_teams = max_rows * (num_heads // num_groups), num_requests * num_groups
-    tile, step, num_splits, num_warps, num_stages = cut(
+    tile, step, num_splits, num_warps, num_stages = attention.cut(
         num_entries, num_teams, padded_width, query.dtype, _num_processors(query.device)
     )
     num_tiles = triton.cdiv(num_entries, tile)
@@ -193,7 +159,7 @@ def _num_processors(device: torch.device) -> int:
 @cache
 def _counters(device: torch.device) -> Tensor:
     """Zeros. Each call leaves them zero again, so all calls on a stream share them."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
