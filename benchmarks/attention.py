@@ -102,8 +102,8 @@ def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
         num_programs = -(-num_entries // tile) * num_teams * num_splits
         if num_programs > NUM_COUNTERS or not num_processors / 3 <= num_programs <= 8 * num_processors:
             continue
-        for num_warps, num_stages in itertools.product((2, 4, 8), (1, 2, 3)):
-            if tile >= 32 or num_warps < 8:
+        for num_warps, num_stages in itertools.product((1, 2, 4, 8), (1, 2, 3)):
+            if tile // 32 <= num_warps <= tile // 4:
                 yield Cut(tile, step, num_splits, num_warps, num_stages)
 
 

@@ -82,7 +82,7 @@ def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
     """(tokens, chunks) of prefill passes: a plan runs in the first that holds it.
 
     >>> prefill_buckets(2048)
-    ((128, 8), (256, 8), (512, 16), (1024, 32), (2048, 64))
+    ((128, 8), (256, 8), (512, 16), (768, 24), (1024, 32), (1536, 48), (2048, 64))
     """
-    sizes = sorted({max(prefill_tokens // part, 1) for part in (16, 8, 4, 2, 1)})
+    sizes = sorted({max(prefill_tokens * sixteenths // 16, 1) for sixteenths in (1, 2, 4, 6, 8, 12, 16)})
     return tuple((size, max(MIN_CHUNKS, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)

@@ -6,7 +6,8 @@ for another's store. Where several splits have work, each leaves its partial res
 to arrive, told by a counter, combines them: a second launch would cost more than the work it does.
 
 The number of splits is fixed when the call is recorded in a graph; how much each takes follows the text's length on
-the device, so one graph serves all lengths.
+the device, so one graph serves all lengths. Likewise a graph has programs for as many tiles as its rows can fill, and
+which request a program's tile belongs to is found on the device.
 
 Shapes as in `attention.py`, and M rows of a tile.
 """
@@ -84,18 +85,20 @@ def _paged_attention(
     if num_rows == 0:
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
-    num_entries, num_teams = max_rows * (num_heads // num_groups), num_requests * num_groups
+    num_entries = max_rows * (num_heads // num_groups)
     tile, step, num_splits, num_warps, num_stages = attention.cut(
-        num_entries, num_teams, padded_width, query.dtype, _num_processors(query.device)
+        num_entries, num_requests * num_groups, padded_width, query.dtype, _num_processors(query.device)
     )
-    num_tiles = triton.cdiv(num_entries, tile)
+    # Requests may have several tiles, each as many as its rows need; only the device knows how many (`_tile_of`).
+    is_tiled = num_entries > tile
+    num_places = num_rows * (num_heads // num_groups) // tile + num_requests if is_tiled else num_requests
     partial = torch.empty(
-        (num_tiles * num_teams * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
+        (num_places * num_groups * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
         dtype=torch.float32,
         device=query.device,
     )
     overlaps = can_overlap(query.device)
-    _attend[(num_tiles, num_teams, num_splits)](
+    _attend[(num_places * num_groups, num_splits)](
         query,
         key,
         value,
@@ -125,6 +128,8 @@ def _paged_attention(
         key_pages.stride(2),
         tree.stride(0) if tree is not None else 0,
         tree.stride(1) if tree is not None else 0,
+        num_requests=num_requests,
+        padded_requests=triton.next_power_of_2(num_requests) if is_tiled else 0,
         num_groups=num_groups,
         group_size=num_heads // num_groups,
         width=width,
@@ -272,6 +277,22 @@ def _attend_new(
 
 
 @triton.jit
+def _tile_of(
+    place, first_row_ptr, num_requests, padded_requests: tl.constexpr, group_size: tl.constexpr, tile: tl.constexpr
+):
+    """The request that has this place, and which of its tiles stands there.
+
+    Request r has the places from r plus the number of whole tiles that the entries before its first would fill. To the
+    next request's that is as many as it has tiles, or one more, which is empty.
+    """
+    index = tl.arange(0, padded_requests)
+    is_request = index < num_requests
+    first_place = tl.load(first_row_ptr + index, mask=is_request, other=0).to(tl.int32) * group_size // tile + index
+    request = tl.sum((is_request & (first_place <= place)).to(tl.int32)) - 1
+    return request, place - (tl.load(first_row_ptr + request).to(tl.int32) * group_size // tile + request)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
 def _attend(
     query_ptr,
     key_ptr,
@@ -302,6 +323,8 @@ def _attend(
     page_head_stride,
     tree_request_stride,
     tree_row_stride,
+    num_requests,
+    padded_requests: tl.constexpr,
     num_groups: tl.constexpr,
     group_size: tl.constexpr,
     width: tl.constexpr,
@@ -318,8 +341,10 @@ def _attend(
     overlaps: tl.constexpr,
 ):
     take_turn(overlaps)
-    tile_index, request, group = tl.program_id(0), tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
-    split = tl.program_id(2)
+    request, group, split = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups, tl.program_id(1)
+    tile_index = 0
+    if padded_requests > 0:
+        request, tile_index = _tile_of(request, first_row_ptr, num_requests, padded_requests, group_size, tile)
     first = tl.load(first_row_ptr + request).to(tl.int64)
     num_rows = (tl.load(first_row_ptr + request + 1) - first).to(tl.int32)
     context = tl.load(context_ptr + request).to(tl.int32)
@@ -334,11 +359,8 @@ def _attend(
     row, head = entry // group_size, group * group_size + entry % group_size
     column = tl.arange(0, padded_width)
     is_entry = (row < num_rows)[:, None] & (column < width)[None, :]
-    query = tl.load(
-        query_ptr + (first + row)[:, None] * query_row_stride + head[:, None] * query_head_stride + column[None, :],
-        mask=is_entry,
-        other=0.0,
-    )
+    queries = query_ptr + (first + row)[:, None] * query_row_stride + head[:, None] * query_head_stride
+    query = tl.load(queries + column[None, :], mask=is_entry, other=0.0)
     lowest = tl.where(window > 0, tl.maximum(first_key, context + row - window + 1), first_key)
     page_head = group * page_head_stride
     high, mass, attended = _attend_cached(
@@ -358,7 +380,7 @@ def _attend(
         )  # fmt: skip
     if num_splits > 1:  # noqa: SIM102  # known when compiled; the next is not
         if num_active > 1:
-            team = (tl.program_id(1) * tl.num_programs(0) + tile_index).to(tl.int64)
+            team = tl.program_id(0).to(tl.int64)
             high, mass, attended, is_last = combine(
                 partial_ptr, counter_ptr, team, split, num_active, high, mass, attended, num_splits, tile, padded_width
             )
@@ -367,8 +389,5 @@ def _attend(
     if has_sinks:
         mass, attended = add_sinks(tl.load(sinks_ptr + head, mask=row < num_rows, other=0.0), high, mass, attended)
     attended = attended / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(
-        attended_ptr + ((first + row)[:, None] * num_groups * group_size + head[:, None]) * width + column[None, :],
-        attended.to(attended_ptr.dtype.element_ty),
-        mask=is_entry,
-    )
+    results = attended_ptr + ((first + row)[:, None] * num_groups * group_size + head[:, None]) * width
+    tl.store(results + column[None, :], attended.to(attended_ptr.dtype.element_ty), mask=is_entry)
