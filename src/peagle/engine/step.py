@@ -22,7 +22,6 @@ Shapes: R rows, B requests of a batch, K draft tokens, L = K + 1, N tokens, C ch
 width, A concatenated aux width.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from torch.nn import functional
 
 from peagle.decoding.sampling import STREAM_DRAW
 from peagle.decoding.verify import keep_matches
-from peagle.drafter.model import Drafter
+from peagle.drafter.model import Attend, Drafter
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.engine.adjustments import Adjustments
 from peagle.engine.row_state import Chunks, Decoded, RowState
@@ -277,9 +276,10 @@ class Step:
         span_S0 = index_N.new_empty(len(cell_S), 0)
         paged_rows = PagedRows(table_CP, first_slot_C1, chunks.start_C + 1, cell_S, span_S0)
         last_C = (first_slot_C1[:-1] + chunks.first_token_C1.diff() - 1).clamp_min(0)
-        # Tokens are counted from the chunks' first here, and `slot_inputs` wants the one before each next.
-        before_1N1 = functional.pad(next_N, (1, 0))[None]
-        return self._drafter_rows(slots, paged_rows, before_1N1, fused_ND[None], slots.anchor_BS - token_S, last_C)
+        text_1N1 = functional.pad(next_N, (1, 0))[
+            None
+        ]  # what follows token t in column t + 1, as `slot_inputs` reads it
+        return self._drafter_rows(slots, paged_rows, text_1N1, fused_ND[None], slots.anchor_BS - token_S, last_C)
 
     # Drafting ---------------------------------------------------------------------------------------------------------
 
@@ -323,6 +323,7 @@ class Step:
         offset_BS: Tensor,
         last_B: Tensor,
     ) -> DrafterRows:
+        """What the layers read in these slots; arguments as for `slot_inputs`."""
         assert self.drafter is not None, "only called with one"
         fused_mask_D = self.fused_mask_D if self.drafter.config.parallel else fused_BTD[0, 0]
         token_ids_BS, fused_BSD = slot_inputs(
@@ -334,8 +335,14 @@ class Step:
         return DrafterRows(paged_rows, fused_1ND, embedding_1ND, rotary, last_B)
 
     def _run_layers(self, rows: DrafterRows) -> Tensor:
+        """The drafter's layers, each over its pages."""
         assert self.drafter is not None, "only called with one"
-        return self.drafter.run_layers(rows.fused_1ND, rows.embedding_1ND, rows.rotary, self._pages_of(rows.paged_rows))
+        paged_rows, window = on_host(rows.paged_rows), self.drafter.config.window
+
+        def attention_of(layer: int) -> Attend:
+            return partial(_attend_pages, *self.drafter_memory[layer], paged_rows, window(layer))
+
+        return self.drafter.run_layers(rows.fused_1ND, rows.embedding_1ND, rows.rotary, attention_of)
 
     def _likeliest(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
         """Draft tokens of each request's last anchor, and the states they came from."""
@@ -343,13 +350,6 @@ class Step:
         rows_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
         normed_BKD, carried_BKD = self.drafter.layer_outputs(state_1ND[0, rows_BK])
         return self.drafter.to_target_ids(self.drafter.logits(normed_BKD).argmax(-1)), carried_BKD
-
-    def _pages_of(self, rows: PagedRows) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """Attention of each drafter layer over its pages."""
-        rows = on_host(rows)
-        assert self.drafter is not None, "only called with one"
-        window = self.drafter.config.window
-        return lambda index: partial(_attend_pages, *self.drafter_memory[index], rows, window(index))
 
     # Pages ------------------------------------------------------------------------------------------------------------
 
