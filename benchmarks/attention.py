@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from peagle.engine.graphs import record
+from peagle.engine.graphs import record, replay_seconds
 from peagle.kernels import attention
 from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, paged_attention
 
@@ -132,16 +132,8 @@ def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object
 
 def seconds_a_layer(run: list[Callable[[], object]]) -> float:
     """Of the fastest replay of some."""
-    replay, best = record(lambda: [layer() for layer in run], torch.cuda.graph_pool_handle()), float("inf")
-    for _ in range(NUM_TRIES):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(NUM_REPLAYS):
-            replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1000 / NUM_REPLAYS / len(run))
-    return best
+    replay = record(lambda: [layer() for layer in run], torch.cuda.graph_pool_handle())
+    return min(replay_seconds(replay, NUM_REPLAYS) for _ in range(NUM_TRIES)) / len(run)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peagle.engine.graphs import record
+from peagle.engine.graphs import record, replay_seconds
 from peagle.engine.llm import LLM
 from peagle.kernels import skinny_linear, skinny_linear_triton
 from peagle.kernels.skinny_linear import FEW_ROWS, Tiling
@@ -124,16 +124,8 @@ def candidates(weight: Weight, num_rows: int) -> Iterator[Tiling]:
 
 def seconds_each(run: Callable[[], object]) -> float:
     """Of a replay, the fastest of some."""
-    replay, best = record(run, torch.cuda.graph_pool_handle()), float("inf")
-    for _ in range(NUM_TRIES):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(NUM_REPLAYS):
-            replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1000 / NUM_REPLAYS)
-    return best
+    replay = record(run, torch.cuda.graph_pool_handle())
+    return min(replay_seconds(replay, NUM_REPLAYS) for _ in range(NUM_TRIES))
 
 
 def compare_steps(batches: list[int], num_draft_tokens: int, fastest: dict[tuple[int, int], dict[int, Tiling]]) -> None:

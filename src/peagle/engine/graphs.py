@@ -87,6 +87,17 @@ def record(run: Callable[[], T], pool: Any) -> Callable[[], T]:
     return replay
 
 
+def replay_seconds(replay: Callable[[], Any], num_replays: int) -> float:
+    """How long the device takes for one of so many replays in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(num_replays):
+        replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / num_replays
+
+
 @cache
 def _rehearsal_stream(device: int) -> torch.cuda.Stream:
     """One for all recordings: the libraries keep a workspace of tens of megabytes for every stream they have met."""

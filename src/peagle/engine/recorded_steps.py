@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peagle.engine.batch import pack_chunks, packed_size, split_packed
 from peagle.engine.config import decode_buckets, prefill_buckets
-from peagle.engine.graphs import Captures, record
+from peagle.engine.graphs import Captures, record, replay_seconds
 from peagle.engine.kv_cache import free_bytes
 from peagle.engine.row_state import Chunks, Decoded
 from peagle.engine.step import Step
@@ -133,13 +133,7 @@ class RecordedSteps:
         best = float("inf")
         for _ in range(3):
             self.step.state.length.fill_(length)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(repeats):
-                replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) / 1000 / repeats)
+            best = min(best, replay_seconds(replay, repeats))
         self.step.state.length.zero_()
         return best
 
