@@ -18,7 +18,7 @@ import torch
 
 from peagle.engine.graphs import record, replay_seconds
 from peagle.kernels import attention
-from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, paged_attention
+from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, Processors, paged_attention
 
 CACHE_BYTES = 200 << 20  # of keys and values in a chain: four times what an H200 keeps
 PAGE_SIZE = 32
@@ -88,21 +88,22 @@ def compare(batch: Batch, heads: Heads, context: int, keep: int) -> list[tuple[f
     return [found[0], *sorted(found[1:])[:keep]]
 
 
-def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, int]:
+def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, Processors]:
     num_entries = batch.num_rows * heads.num_heads // heads.num_groups
     width = max(16, 1 << (heads.width - 1).bit_length())
-    num_processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, num_processors
+    properties = torch.cuda.get_device_properties("cuda")
+    processors = Processors(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, processors
 
 
 def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
     """Cuts whose programs use the GPU's width without drowning it."""
-    num_entries, num_teams, _, _, num_processors = cut_arguments(batch, heads)
+    num_entries, num_teams, _, _, processors = cut_arguments(batch, heads)
     for tile, step, num_splits in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8, 11, 16, 32)):
         num_programs = -(-num_entries // tile) * num_teams * num_splits
-        if num_programs > NUM_COUNTERS or not num_processors / 3 <= num_programs <= 8 * num_processors:
+        if num_programs > NUM_COUNTERS or not processors.number / 3 <= num_programs <= 8 * processors.number:
             continue
-        for num_warps, num_stages in itertools.product((1, 2, 4, 8), (1, 2, 3)):
+        for num_warps, num_stages in itertools.product((1, 2, 4, 8), (2, 3, 5, 7)):
             if tile // 32 <= num_warps <= tile // 4:
                 yield Cut(tile, step, num_splits, num_warps, num_stages)
 

@@ -40,6 +40,7 @@ CASES = {
     "requests of different numbers of rows, one of none": Case(((9, 3), (0, 17), (30, 0), (3, 1))),
     "a long chunk over many tiles": Case(((13, 70), (0, 33))),
     "a context over many splits": Case(((700, 2),)),
+    "rows over several tiles and a context over many splits": Case(((700, 8), (90, 5))),
     "one head a group": Case(((21, 2), (3, 2)), num_heads=2),
     "a width that is no power of two": Case(((21, 2), (3, 2)), width=24),
     "heads as wide as Gemma-4's": Case(((21, 5), (70, 2)), num_heads=8, num_groups=1, width=512),

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import functional
 
 WASTE_PAGE = 0
-PROGRAMS_A_PROCESSOR = 2
 MOST_SPLITS = 32
+SHARED_BYTES_OF_DEPTH = 228 << 10
+"""of a processor that holds two programs with several steps in flight, as those of H100 and later do"""
 NUM_COUNTERS = 1 << 16
 
 
@@ -105,6 +106,14 @@ def on_host(rows: PagedRows) -> PagedRows:
     return rows._replace(host=RowsOnHost(rows))
 
 
+class Processors(NamedTuple):
+    """What a GPU has of them."""
+
+    number: int
+    shared_bytes: int
+    """of each, for the programs that run on it"""
+
+
 class Cut(NamedTuple):
     """How the GPU's kernel is cut."""
 
@@ -118,21 +127,41 @@ class Cut(NamedTuple):
     """steps in flight"""
 
 
-def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, num_processors: int) -> Cut:
+def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors) -> Cut:
     """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
 
-    Measured on an H200 over 1 to 1024 requests of 300 to 4000 keys: more stages, more warps, larger steps and more
-    programs than this were each slower or no faster. benchmarks/attention.py tries others.
+    A decode step's attention waits for its first keys longer than for the rest, so what counts is how many are asked
+    for at once: by many programs where a batch leaves room for splits, by many steps in flight where it does not.
+    Measured on an H200 (docs/log.md); benchmarks/attention.py tries others.
     """
+    row_bytes = padded_width * dtype.itemsize
+    if num_entries > 64 or row_bytes > 256:
+        return _cut_of_many(num_entries, num_teams, padded_width, dtype, processors)
+    is_narrow = row_bytes <= 128
+    num_small = -(-num_entries // 16) * num_teams
+    if num_small <= processors.number:
+        return Cut(16, 64, _num_splits(num_small, (8 if is_narrow else 4) * processors.number))
+    tile = min(size for size in (16, 32, 64) if num_entries <= size)
+    num_warps = 2 if tile == 32 and padded_width > 64 else 4
+    num_splits = _num_splits(num_teams, 2 * processors.number)
+    if num_teams <= 2 * processors.number and processors.shared_bytes >= SHARED_BYTES_OF_DEPTH:
+        return Cut(tile, 128 if is_narrow else 64, num_splits, num_warps, num_stages=7 if tile == 16 else 5)
+    return Cut(tile, 64, num_splits, num_warps)
+
+
+def _cut_of_many(
+    num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors
+) -> Cut:
+    """The same for the many entries of prompts, and for wide heads."""
     is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
     tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
-    num_programs = -(-num_entries // tile) * num_teams
-    num_splits = 1
-    if num_entries <= tile:
-        wanted = PROGRAMS_A_PROCESSOR * num_processors // num_programs
-        num_splits = max(1, min(MOST_SPLITS, wanted, NUM_COUNTERS // num_programs))
+    num_splits = _num_splits(num_teams, 2 * processors.number) if num_entries <= tile else 1
     step = 64 if padded_width <= 128 else 16 if is_wide else 32
     return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
+
+
+def _num_splits(num_programs: int, num_places: int) -> int:
+    return max(1, min(MOST_SPLITS, num_places // num_programs))
 
 
 def paged_attention(

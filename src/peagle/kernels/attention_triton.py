@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels import attention
-from peagle.kernels.attention import NUM_COUNTERS, PagedRows
+from peagle.kernels.attention import NUM_COUNTERS, SHARED_BYTES_OF_DEPTH, PagedRows, Processors
 from peagle.kernels.overlap_triton import can_overlap, take_turn
 from peagle.kernels.softmax_triton import add_sinks, combine, fold, score, share
 
@@ -87,7 +87,7 @@ def _paged_attention(
     padded_width = max(16, triton.next_power_of_2(width))
     num_entries = max_rows * (num_heads // num_groups)
     tile, step, num_splits, num_warps, num_stages = attention.cut(
-        num_entries, num_requests * num_groups, padded_width, query.dtype, _num_processors(query.device)
+        num_entries, num_requests * num_groups, padded_width, query.dtype, _processors(query.device)
     )
     # Requests may have several tiles, each as many as its rows need; only the device knows how many (`_tile_of`).
     is_tiled = num_entries > tile
@@ -157,8 +157,11 @@ def _(query: Tensor, *args: object, **kwargs: object) -> Tensor:
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def _processors(device: torch.device) -> Processors:
+    if device.type != "cuda":
+        return Processors(8, SHARED_BYTES_OF_DEPTH)
+    properties = torch.cuda.get_device_properties(device)
+    return Processors(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
 
 
 @cache
