@@ -85,7 +85,7 @@ def num_sums(module: torch.fx.GraphModule) -> int:
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_compiled_sum_is_left_to_the_product_before_it(is_first: bool) -> None:
-    x, weight, residual = torch.randn(1, 5, 72), torch.randn(50, 72), torch.randn(1, 5, 50)
+    x, weight, residual = (torch.randn(*shape, device=DEVICE) for shape in ((1, 5, 72), (50, 72), (1, 5, 50)))
 
     def layer(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         product = torch.ops.peagle.skinny(x, weight, None, None, None)

@@ -134,30 +134,23 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
     for at once: by many programs where a batch leaves room for splits, by many steps in flight where it does not.
     Measured on an H200 (docs/log.md); benchmarks/attention.py tries others.
     """
-    row_bytes = padded_width * dtype.itemsize
-    if num_entries > 64 or row_bytes > 256:
-        return _cut_of_many(num_entries, num_teams, padded_width, dtype, processors)
-    is_narrow = row_bytes <= 128
-    num_small = -(-num_entries // 16) * num_teams
-    if num_small <= processors.number:
-        return Cut(16, 64, _num_splits(num_small, (8 if is_narrow else 4) * processors.number))
-    tile = min(size for size in (16, 32, 64) if num_entries <= size)
-    num_warps = 2 if tile == 32 and padded_width > 64 else 4
-    num_splits = _num_splits(num_teams, 2 * processors.number)
-    if num_teams <= 2 * processors.number and processors.shared_bytes >= SHARED_BYTES_OF_DEPTH:
-        return Cut(tile, 128 if is_narrow else 64, num_splits, num_warps, num_stages=7 if tile == 16 else 5)
-    return Cut(tile, 64, num_splits, num_warps)
-
-
-def _cut_of_many(
-    num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors
-) -> Cut:
-    """The same for the many entries of prompts, and for wide heads."""
     is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
     tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
-    num_splits = _num_splits(num_teams, 2 * processors.number) if num_entries <= tile else 1
-    step = 64 if padded_width <= 128 else 16 if is_wide else 32
-    return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
+    room = 2 * processors.number
+    num_splits = _num_splits(num_teams, room) if num_entries <= tile else 1
+    row_bytes = padded_width * dtype.itemsize
+    if num_entries > tile or row_bytes > 256:  # prompts, and wide heads
+        step = 64 if padded_width <= 128 else 16 if is_wide else 32
+        return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
+    is_narrow, num_small = row_bytes <= 128, -(-num_entries // 16) * num_teams
+    if num_small * MOST_SPLITS <= room:  # processors are left over, whatever is split
+        return Cut(16, 64, MOST_SPLITS)
+    if num_small <= processors.number:
+        return Cut(tile, 64, _num_splits(num_teams, 4 * room) if tile == 16 and is_narrow else num_splits)
+    num_warps = 2 if tile == 32 and padded_width > 64 else 4
+    if num_teams <= room and processors.shared_bytes >= SHARED_BYTES_OF_DEPTH:
+        return Cut(tile, 128 if is_narrow else 64, num_splits, num_warps, num_stages=7 if tile == 16 else 5)
+    return Cut(tile, 64, num_splits, num_warps)
 
 
 def _num_splits(num_programs: int, num_places: int) -> int:
