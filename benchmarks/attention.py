@@ -1,10 +1,11 @@
 """Our paged attention by how the kernel is cut: what kernels/attention_triton.py may take.
 
-    python benchmarks/attention.py [--batches 64x8 64x14 8x8 ...] [--heads 9/3x64] [--context 300] [--keep 3]
+    python benchmarks/attention.py [--batches 64x8 64x14 8x8 ...] [--heads 9/3x64] [--context 300] [--keep 3] [--steps]
 
 A batch is requests x new rows of each; heads are query heads / key-value heads x width. Each time is that of one layer
 in a chain, recorded as a CUDA graph, of as many layers as no cache holds; the first line of a batch is what the engine
-takes now. Wants a GPU.
+takes now. What wins alone may lose among its neighbors: `--steps` measures the same cuts where they are to work, in
+whole verification passes of the embedded target, with as many drafts as a batch has rows behind the first. Wants a GPU.
 """
 
 import argparse
@@ -17,11 +18,14 @@ from typing import NamedTuple
 import torch
 
 from peagle.engine.graphs import record, replay_seconds
+from peagle.engine.llm import LLM
 from peagle.kernels import attention
 from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, Processors, paged_attention
+from peagle.targets.load import load_target
 
 CACHE_BYTES = 200 << 20  # of keys and values in a chain: four times what an H200 keeps
 PAGE_SIZE = 32
+NUM_WARPS = {16: (4,), 32: (2, 4), 64: (4, 8)}
 NUM_REPLAYS = 10
 NUM_TRIES = 5
 
@@ -61,31 +65,54 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=Heads.parse, default=Heads(9, 3, 64), help="9/3x64")
     parser.add_argument("--context", type=int, default=300, help="keys of each request")
     parser.add_argument("--keep", type=int, default=3, help="cuts to print for each, the fastest first")
+    parser.add_argument("--steps", action="store_true", help="measure verification passes of the embedded target")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("it measures a GPU, and there is none")
-    print(f"{'batch':>8} {'us':>7}  cut", flush=True)
+    print(f"{'batch':>8} {'us':>8}  cut", flush=True)
+    if arguments.steps:
+        compare_passes(arguments.batches, arguments.context, arguments.keep)
+        return
     for batch in arguments.batches:
-        for seconds, cut in compare(batch, arguments.heads, arguments.context, arguments.keep):
-            print(f"{batch!s:>8} {seconds * 1e6:>7.2f}  {cut}", flush=True)
+        run = layers(batch, arguments.heads, arguments.context)
+        show(batch, compare(batch, arguments.heads, partial(seconds_a_layer, run)), arguments.keep)
 
 
-def compare(batch: Batch, heads: Heads, context: int, keep: int) -> list[tuple[float, Cut]]:
-    """Seconds of a layer, first by the usual cut, then by the fastest ones."""
-    run = layers(batch, heads, context)
-    usual_cut = attention.cut
-    usual = usual_cut(*cut_arguments(batch, heads))
+def show(batch: Batch, found: list[tuple[float, Cut]], keep: int) -> None:
+    for seconds, cut in found[: 1 + keep]:
+        print(f"{batch!s:>8} {seconds * 1e6:>8.2f}  {cut}", flush=True)
+
+
+def compare(batch: Batch, heads: Heads, measure: Callable[[], float]) -> list[tuple[float, Cut]]:
+    """Seconds by the usual cut, then by the fastest ones."""
+    usual_cut, usual_arguments = attention.cut, cut_arguments(batch, heads)
     found = []
     try:
-        for cut in (usual, *candidates(batch, heads)):
-            attention.cut = lambda *_, cut=cut: cut
+        for cut in (usual_cut(*usual_arguments), *candidates(batch, heads)):
+            attention.cut = lambda *given, cut=cut: cut if given == usual_arguments else usual_cut(*given)
             try:
-                found.append((seconds_a_layer(run), cut))
+                found.append((measure(), cut))
             except Exception as error:  # a cut that does not fit this GPU
                 print(f"{cut}: {str(error).splitlines()[0]}", flush=True)
     finally:
         attention.cut = usual_cut
-    return [found[0], *sorted(found[1:])[:keep]]
+    return [found[0], *sorted(found[1:])]
+
+
+def compare_passes(batches: Sequence[Batch], context: int, keep: int) -> None:
+    """The same in the engine."""
+    target = load_target(None)
+    config = target.model.config
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    for num_rows in sorted({batch.num_rows for batch in batches}):
+        own = [batch for batch in batches if batch.num_rows == num_rows]
+        most = max(batch.num_requests for batch in own)
+        with LLM(target, "auto", num_rows - 1, max_batch=most, max_length=2048, prefill_tokens=128) as llm:
+            runner = llm.engine.runner
+            assert runner.recorded is not None, "on a GPU"
+            measure = partial(runner.recorded.verify_seconds, num_pages=runner.kv_cache.num_pages, length=context)
+            for batch in own:
+                show(batch, compare(batch, heads, partial(measure, batch.num_requests)), keep)
 
 
 def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, Processors]:
@@ -103,9 +130,8 @@ def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
         num_programs = -(-num_entries // tile) * num_teams * num_splits
         if num_programs > NUM_COUNTERS or not processors.number / 3 <= num_programs <= 8 * processors.number:
             continue
-        for num_warps, num_stages in itertools.product((1, 2, 4, 8), (2, 3, 5, 7)):
-            if tile // 32 <= num_warps <= tile // 4:
-                yield Cut(tile, step, num_splits, num_warps, num_stages)
+        for num_warps, num_stages in itertools.product(NUM_WARPS[tile], (2, 5, 7)):
+            yield Cut(tile, step, num_splits, num_warps, num_stages)
 
 
 def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object]]:

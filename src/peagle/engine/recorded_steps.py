@@ -6,7 +6,8 @@ of the same sizes.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,32 +105,48 @@ class RecordedSteps:
         self._rows = []
 
     @torch.no_grad()
-    def step_times(self, batch: int, num_pages: int, length: int = 256, repeats: int = 30) -> StepTimes:
+    def step_times(self, batch: int, num_pages: int, length: int = 256) -> StepTimes:
         """Replay the step at a batch size over texts of `length`, whole and without its draft.
 
         Only while nothing runs: it writes to rows and pages, of which there are `num_pages`.
         """
-        state, page_size, num_rows = self.step.state, self.step.page_size, self.step.num_draft_tokens + 1
-        size = self._size(batch)
+        with self._texts(batch, num_pages) as (rows, replay):
+            step = verify = self._seconds(replay, length)
+            if self.step.drafter is not None:
+                verify = self._verify_seconds(rows, length)
+        return StepTimes(step, verify, step - verify)
+
+    @torch.no_grad()
+    def verify_seconds(self, batch: int, num_pages: int, length: int = 256) -> float:
+        """Record the first half of the step anew, and replay it as `step_times` does: for who has changed a kernel."""
+        with self._texts(batch, num_pages) as (rows, _):
+            return self._verify_seconds(rows, length)
+
+    @contextmanager
+    def _texts(self, batch: int, num_pages: int) -> Iterator[tuple[Tensor, Callable[[], Decoded]]]:
+        """The rows of a decode pass and its replay, with a request of its own pages in every row."""
+        state, size = self.step.state, self._size(batch)
         rows, replay = self._decodes[size]
         saved = rows.clone(), state.page_table.clone()
         rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
         num_columns = state.page_table.shape[1] - 1
         pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (num_pages - 1)
         state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
-        # Every replay may accept all drafts, and a text must not outgrow its pages.
-        repeats = max(1, min(repeats, num_columns * page_size // num_rows - 3))
-        length = max(1, min(length, num_columns * page_size - (repeats + 2) * num_rows))
-        step = verify = self._seconds(replay, length, repeats)
-        if self.step.drafter is not None:
-            replay_verify = record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle())
-            verify = self._seconds(replay_verify, length, repeats)
-        rows.copy_(saved[0])
-        state.page_table.copy_(saved[1])
-        self.forget_rows()
-        return StepTimes(step, verify, step - verify)
+        try:
+            yield rows, replay
+        finally:
+            rows.copy_(saved[0])
+            state.page_table.copy_(saved[1])
+            self.forget_rows()
 
-    def _seconds(self, replay: Callable[[], Any], length: int, repeats: int) -> float:
+    def _verify_seconds(self, rows: Tensor, length: int) -> float:
+        return self._seconds(record(lambda: self.step.verify(rows).decoded, torch.cuda.graph_pool_handle()), length)
+
+    def _seconds(self, replay: Callable[[], Any], length: int, repeats: int = 30) -> float:
+        # Every replay may accept all drafts, and a text must not outgrow its pages.
+        num_rows, room = self.step.num_draft_tokens + 1, (self.step.state.page_table.shape[1] - 1) * self.step.page_size
+        repeats = max(1, min(repeats, room // num_rows - 3))
+        length = max(1, min(length, room - (repeats + 2) * num_rows))
         best = float("inf")
         for _ in range(3):
             self.step.state.length.fill_(length)
