@@ -161,7 +161,10 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-@pytest.mark.parametrize("cut", [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4)])
+CUTS = [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4), Cut(16, 16, 3, num_stages=7, least_steps=2)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_triton_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
     from peagle.kernels.attention_triton import paged_attention_triton
 

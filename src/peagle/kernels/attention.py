@@ -32,6 +32,8 @@ WASTE_PAGE = 0
 MOST_SPLITS = 32
 SHARED_BYTES_OF_DEPTH = 228 << 10
 """of a processor that holds two programs with several steps in flight, as those of H100 and later do"""
+LEAST_STEPS = 8
+"""of a split, where steps are in flight together and a batch nearly fills the GPU without splits"""
 NUM_COUNTERS = 1 << 16
 
 
@@ -125,6 +127,8 @@ class Cut(NamedTuple):
     num_warps: int = 4
     num_stages: int = 2
     """steps in flight"""
+    least_steps: int = 1
+    """of a split: a shorter text has fewer splits, whose results then need no combining"""
 
 
 def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors) -> Cut:
@@ -145,12 +149,15 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
     is_narrow, num_small = row_bytes <= 128, -(-num_entries // 16) * num_teams
     if num_small * MOST_SPLITS <= room:  # processors are left over, whatever is split
         return Cut(16, 64, MOST_SPLITS)
-    if num_small <= processors.number:
+    if 2 * num_teams < processors.number:
         return Cut(tile, 64, _num_splits(num_teams, 4 * room) if tile == 16 and is_narrow else num_splits)
     num_warps = 2 if tile == 32 and padded_width > 64 else 4
-    if num_teams <= room and processors.shared_bytes >= SHARED_BYTES_OF_DEPTH:
-        return Cut(tile, 128 if is_narrow else 64, num_splits, num_warps, num_stages=7 if tile == 16 else 5)
-    return Cut(tile, 64, num_splits, num_warps)
+    if num_teams > room or processors.shared_bytes < SHARED_BYTES_OF_DEPTH:
+        return Cut(tile, 64, num_splits, num_warps)
+    step = 128 if is_narrow else 64
+    if num_small <= room:
+        return Cut(16, step, _num_splits(num_small, room), 4, 7, LEAST_STEPS)
+    return Cut(tile, step, num_splits, num_warps, 5, LEAST_STEPS)
 
 
 def _num_splits(num_programs: int, num_places: int) -> int:
