@@ -26,7 +26,7 @@ def result(method, num_draft_tokens, concurrency, seconds):
     drafted = Acceptance(4, (3, 1)[:num_draft_tokens]) if num_draft_tokens else None
     split = StepSplit(0.002, 0.0019, 0.0015, 0.0004)
     return CellResult(
-        Cell(method, num_draft_tokens, concurrency), answers, seconds, None, drafted, split, 3 << 30,
+        Cell(method, num_draft_tokens, concurrency), answers, seconds, 9 / seconds, drafted, split, 3 << 30,
         comparison=Comparison(2, (), 0.25),
     )  # fmt: skip
 
@@ -65,7 +65,8 @@ def test_speed_up_is_unknown_without_plain():
 def test_the_table_shows_every_measure(document):
     text = shown(document)
     row = next(line for line in text.splitlines() if "p-eagle K=2" in line)
-    for value in ("4.0", "2.00", "20.0 20.0 29.0", "3.00 3.00 3.90", "2.00", "1.500", "0.400", "0.100 (5.0%)", "3.0"):
+    speeds, latencies = ("4.0", "4.5", "2.00"), ("20.0 20.0 29.0", "3.00 3.00 3.90")
+    for value in (*speeds, *latencies, "2.00", "1.500", "0.400", "0.100 (5.0%)", "3.0"):
         assert f" {value} " in row, (value, row)
     assert "0 (0) of 2" in row
     assert "questions: 2 prompts, up to 8 tokens; tiny, float32 on cpu" in text

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 METHODS = (PLAIN, "eagle3", "p-eagle")
 DEFAULT_METHODS = (PLAIN, "p-eagle")
-TABLE_WIDTH = 185
+TABLE_WIDTH = 200
 """columns of a table that goes to a file or a pipe"""
 
 OnCell = Callable[[CellResult], None]
