@@ -3,6 +3,7 @@
 Without a GPU the Triton kernel runs in Triton's interpreter.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from peagle.kernels import attention
-from peagle.kernels.attention import WASTE_PAGE, Cut, PagedRows, paged_attention, paged_attention_torch
+from peagle.kernels.attention import (
+    NUM_COUNTERS,
+    SHARED_BYTES_OF_DEPTH,
+    WASTE_PAGE,
+    Cut,
+    PagedRows,
+    Processors,
+    paged_attention,
+    paged_attention_torch,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -174,6 +184,23 @@ def test_triton_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.Monk
     for _ in range(2):  # what one call counts, the next finds at zero again
         found = run(paged_attention_triton, *built)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cut_fits_the_gpu_it_is_for(width: int, dtype: torch.dtype) -> None:
+    small, large = Processors(58, 100 << 10), Processors(132, SHARED_BYTES_OF_DEPTH)
+    for processors, num_entries, num_teams in itertools.product(
+        (small, large), (1, 16, 24, 64, 900), (1, 24, 192, 999)
+    ):
+        tile, step, num_splits, _, num_stages, _ = attention.cut(num_entries, num_teams, width, dtype, processors)
+        num_tiles = -(-num_entries // tile)
+        assert num_splits == 1 or (num_tiles + 1) * num_teams <= NUM_COUNTERS, "a counter for each tile that is split"
+        # Finding a page takes a stage as well. Large tiles are multiplied where the keys lie, which stay for one more.
+        num_held = max(1, (num_stages - 1) // 2) + (tile == 64 and dtype == torch.bfloat16)
+        step_bytes = 2 * step * width * dtype.itemsize
+        num_beside = 2 if num_stages > 2 else 1
+        assert num_held * step_bytes * num_beside <= processors.shared_bytes, "with steps in flight there are two"
 
 
 def test_rows_sent_to_the_waste_page_leave_the_others_alone() -> None:
