@@ -33,7 +33,7 @@ MOST_SPLITS = 32
 SHARED_BYTES_OF_DEPTH = 228 << 10
 """of a processor that holds two programs with several steps in flight, as those of H100 and later do"""
 LEAST_STEPS = 8
-"""of a split, where steps are in flight together and a batch nearly fills the GPU without splits"""
+"""that a split is given, where a batch nearly fills the GPU without any"""
 NUM_COUNTERS = 1 << 16
 
 
@@ -126,9 +126,10 @@ class Cut(NamedTuple):
     num_splits: int
     num_warps: int = 4
     num_stages: int = 2
-    """steps in flight"""
+    """of the loop over steps, where finding a page takes as many as fetching its keys: 2 to 4 keep one step in flight,
+    5 and 6 two, 7 three"""
     least_steps: int = 1
-    """of a split: a shorter text has fewer splits, whose results then need no combining"""
+    """that a split is given before the next one gets any: a short text is then not split, and nothing combined"""
 
 
 def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors) -> Cut:
@@ -156,8 +157,8 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
         return Cut(tile, 64, num_splits, num_warps)
     step = 128 if is_narrow else 64
     if num_small <= room:
-        return Cut(16, step, _num_splits(num_small, room), 4, 7, LEAST_STEPS)
-    return Cut(tile, step, num_splits, num_warps, 5, LEAST_STEPS)
+        return Cut(16, step, _num_splits(num_small, room), num_stages=7, least_steps=LEAST_STEPS)
+    return Cut(tile, step, num_splits, num_warps, num_stages=5, least_steps=LEAST_STEPS)
 
 
 def _num_splits(num_programs: int, num_places: int) -> int:

@@ -87,7 +87,7 @@ def _paged_attention(
     padded_width = max(16, triton.next_power_of_2(width))
     num_entries = max_rows * (num_heads // num_groups)
     tile, step, num_splits, num_warps, num_stages, least_steps = attention.cut(
-        num_entries, num_requests * num_groups, padded_width, query.dtype, _processors(query.device)
+        num_entries, num_requests * num_groups, padded_width, query.dtype, processors_of(query.device)
     )
     # Requests may have several tiles, each as many as its rows need; only the device knows how many (`_tile_of`).
     is_tiled = num_entries > tile
@@ -158,7 +158,7 @@ def _(query: Tensor, *args: object, **kwargs: object) -> Tensor:
 
 
 @cache
-def _processors(device: torch.device) -> Processors:
+def processors_of(device: torch.device) -> Processors:
     if device.type != "cuda":
         return Processors(8, SHARED_BYTES_OF_DEPTH)
     properties = torch.cuda.get_device_properties(device)

@@ -76,7 +76,7 @@ def combine(
 def share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr, least_steps: tl.constexpr):
     """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always).
 
-    None has fewer than `least_steps` while another has work.
+    Each is given `least_steps` before the next gets any.
     """
     start = tl.minimum(lowest, context) // step * step
     num_steps = tl.maximum(tl.cdiv(context - start, step), 1)
