@@ -207,3 +207,10 @@ def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method
     assert max(LENGTHS) > TIGHT["prefill_tokens"], "the longest prompt comes in pieces"
     if method != "none":
         assert_mixed(stats)
+
+
+def test_verifying_only_the_likeliest_drafts_of_a_batch_changes_no_token(case: Case) -> None:
+    served = serve_once(case, "p-eagle", PROMPTS, verify_rows=40, **ROOMY)
+    assert_same(case.target, served.answers, case.answers, PROMPTS)
+    assert_mixed(served.stats)
+    assert served.stats.num_draft_tokens < METHODS["p-eagle"] * served.stats.num_drafts, "some were left out"

@@ -282,7 +282,7 @@ class Engine:
         else:
             num_kept, finish_reason, texts = follow(tokens, answer.stop_check)
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
-        if emission.num_drafts:
+        if request.num_draft_tokens and not emission.is_prefill:
             self._count_draft(answer, min(len(tokens) - 1, num_kept), emission.num_drafts)
         if answer.group.first_token_at is None:
             answer.group.first_token_at = time.perf_counter()
@@ -300,6 +300,7 @@ class Engine:
 
     def _count_draft(self, answer: Answer, num_accepted: int, num_draft_tokens: int) -> None:
         answer.accepted.append(num_accepted)
+        answer.num_draft_tokens += num_draft_tokens
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += num_draft_tokens
         for position in range(num_accepted):
@@ -370,7 +371,7 @@ class Engine:
             group.num_cached_tokens,
             sum(answer.request.num_preemptions for answer in group.answers),
             min((at for answer in group.answers if (at := answer.request.started_at) is not None), default=None),
-            sum(len(answer.accepted) * answer.request.num_draft_tokens for answer in group.answers),
+            sum(answer.num_draft_tokens for answer in group.answers),
         )
 
     def _completion(self, answer: Answer) -> Completion:

@@ -48,7 +48,7 @@ class Emission(NamedTuple):
     epoch: int
     token_ids: list[int]
     num_drafts: int
-    """draft tokens that were verified; 0 for prefill and plain decoding"""
+    """draft tokens that were verified; 0 for prefill and plain decoding, and where others' were likelier"""
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
     draft_ids: list[int] | None = None
@@ -84,7 +84,7 @@ class Pass:
     requests: list[Request]
     epochs: list[int]
     emitted: Rows
-    """for each request a count, then at least so many tokens"""
+    """for each request a count, the number of verified drafts, then at least so many tokens"""
     is_decode: bool
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: list[Scores] = field(default_factory=list)
@@ -94,9 +94,8 @@ class Pass:
     def emissions(self) -> Iterator[Emission]:
         rows = self.emitted.tolist()
         for index, (request, epoch) in enumerate(zip(self.requests, self.epochs, strict=True)):
-            count, *tokens = rows[index]
+            count, num_drafts, *tokens = rows[index]
             logprobs = self.logprobs[index].to_list(count) if index in self.logprobs else None
-            num_drafts = request.num_draft_tokens if self.is_decode else 0
             draft_ids = self.newest[index].tolist()[1:] if index in self.newest else None
             yield Emission(request, epoch, tokens[:count], num_drafts, logprobs, not self.is_decode, draft_ids)
 

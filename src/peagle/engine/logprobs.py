@@ -11,13 +11,13 @@ from peagle.engine.row_state import Decoded
 from peagle.engine.scheduler import Chunk, Plan
 
 
-def add_logprobs(result: Pass, decoded: Decoded, places: list[int], num_rows: int) -> None:
+def add_logprobs(result: Pass, decoded: Decoded, places: list[int]) -> None:
     """For requests that ask for them: log-probabilities of what was emitted and of the likeliest tokens."""
     for index, (request, place) in enumerate(zip(result.requests, places, strict=True)):
         if request.params.logprobs is None:
             continue
-        logits_LV = decoded.logits_NV[place * num_rows : (place + 1) * num_rows]
-        result.logprobs[index] = _logprobs(logits_LV, decoded.emitted_BL1[place, 1:], request.params.logprobs)
+        logits_LV = decoded.logits_NV[decoded.place_BL[place]]
+        result.logprobs[index] = _logprobs(logits_LV, decoded.emitted_BE[place, 2:], request.params.logprobs)
 
 
 def add_scores(result: Pass, decoded: Decoded, scored: list[tuple[Chunk, range]]) -> None:
@@ -27,7 +27,7 @@ def add_scores(result: Pass, decoded: Decoded, scored: list[tuple[Chunk, range]]
         assert decoded.scored_logits_SV is not None and chunk.request.params.prompt_logprobs is not None
         first = chunk.start + 1
         token_ids_S = torch.tensor(
-            chunk.request.token_ids[first : first + len(places)], device=decoded.emitted_BL1.device
+            chunk.request.token_ids[first : first + len(places)], device=decoded.emitted_BE.device
         )
         logits_SV = decoded.scored_logits_SV[num_done : num_done + len(places)]
         logprobs = _logprobs(logits_SV, token_ids_S, chunk.request.params.prompt_logprobs)

@@ -1,6 +1,7 @@
 """What the passes of `step.py` read and leave behind: the rows on the device, pieces of prompts, and emitted tokens.
 
-Shapes: R rows, L = K + 1 for K draft tokens, P pages a request, N tokens, C chunks, B requests, S scored tokens.
+Shapes: R rows, L = K + 1 for K draft tokens, P pages a request, N tokens, C chunks, B requests, E = L + 2, S scored
+tokens.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ class RowState:
     """int64 [R]: tokens in the target's memory, which is the index of the newest token"""
     tokens: Tensor
     """int64 [R, L]: the newest token, then its drafts"""
+    confidence: Tensor
+    """float32 [R, K]: how sure the drafter is that the drafts up to each are all right, a log-probability"""
     max_draft: Tensor
     """int64 [R]: draft tokens this request wants verified"""
     seed: Tensor
@@ -39,6 +42,7 @@ class RowState:
             page_table=zeros(torch.int32, num_pages + 1),
             length=zeros(torch.int64),
             tokens=zeros(torch.int64, num_draft_tokens + 1),
+            confidence=zeros(torch.float32, num_draft_tokens),
             max_draft=zeros(torch.int64),
             seed=zeros(torch.int64),
             temperature=zeros(torch.float32),
@@ -73,10 +77,13 @@ class Chunks(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a pass emits: for each request a count and the tokens wanted, of which so many are emitted."""
+    """What a pass emits."""
 
-    emitted_BL1: Tensor
+    emitted_BE: Tensor
+    """for each request how many tokens are emitted, how many drafts were verified, and at least so many tokens"""
     logits_NV: Tensor
-    """what the target said, N = B * L rows for a decode step, one a chunk for a prefill"""
+    """what the target said"""
+    place_BL: Tensor
+    """which row of the logits the tokens of each request came from"""
     scored_logits_SV: Tensor | None = None
     """what it said after those tokens of a prefill that were asked for"""

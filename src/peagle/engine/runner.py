@@ -19,7 +19,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.adjustments import Adjustments
 from peagle.engine.batch import HostRows, pack_chunks, packed_size
 from peagle.engine.calibrate import calibrate
-from peagle.engine.config import EngineConfig
+from peagle.engine.config import GPU_VERIFY_ROWS, EngineConfig
 from peagle.engine.graphs import Captures, RecordingError, compile_once
 from peagle.engine.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
 from peagle.engine.launch import Launch, Pass, Rows, SelectedRows
@@ -95,6 +95,7 @@ class Runner:
                 self.kv_cache.drafter_memory,
                 target.max_length - 1,
                 compile,
+                GPU_VERIFY_ROWS if is_gpu and config.verify_rows is None else config.verify_rows,
             )
             self._transfers = Transfers(self.device)
             self._adjusted_rows: set[int] = set()
@@ -249,11 +250,11 @@ class Runner:
             decoded = self.recorded.prefill(packed, bucket, adjusts)
         else:
             decoded = self.step.prefill(unpacked(torch.from_numpy(packed).to(self.device), bucket), adjusts)
-        emitted: Rows = self._transfers.fetch(decoded.emitted_BL1[: len(plan.chunks)])
+        emitted: Rows = self._transfers.fetch(decoded.emitted_BE[: len(plan.chunks)])
         if len(last) < len(plan.chunks):
             emitted = SelectedRows(emitted, [index for index, _ in last])
         result = Pass([request for _, request in last], [request.epoch for _, request in last], emitted, False)
-        add_logprobs(result, decoded, [index for index, _ in last], 1)
+        add_logprobs(result, decoded, [index for index, _ in last])
         add_scores(result, decoded, scored)
         self._fetch_drafts(result)
         return result
@@ -265,9 +266,9 @@ class Runner:
             decoded = self.recorded.decode(rows, adjusts)
         else:
             decoded = self.step.decode(torch.tensor(rows, device=self.device), adjusts)
-        emitted = self._transfers.fetch(decoded.emitted_BL1[: len(rows)])
+        emitted = self._transfers.fetch(decoded.emitted_BE[: len(rows)])
         result = Pass(list(requests), [request.epoch for request in requests], emitted, True)
-        add_logprobs(result, decoded, list(range(len(rows))), self.num_draft_tokens + 1)
+        add_logprobs(result, decoded, list(range(len(rows))))
         self._fetch_drafts(result)
         return result
 

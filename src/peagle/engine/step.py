@@ -2,7 +2,8 @@
 
 A running request owns a row of `RowState`. One decode step takes the rows of a batch through
 
-    verify    the target runs [newest token, draft 1 .. draft K] of every row in one pass
+    verify    the target runs [newest token, draft 1 .. draft K] of every row in one pass, or, of a large batch, the
+              drafts that are likeliest to be kept (`verify_rows`)
     accept    each row keeps its drafts while they are what the target wants, and one token more
     commit    the row's length grows by what it kept; keys of rejected drafts are overwritten later
     draft     the drafter reads the kept tokens with the target's states and proposes K more
@@ -18,8 +19,8 @@ Where things are kept: token i of a text has its target key at index i of its pa
 token i (anchor i - 1) is kept at index i of the same pages: what a page holds then depends on the tokens up to its end
 and not on the one after it, so that pages can be shared by requests that go on differently.
 
-Shapes: R rows, B requests of a batch, K draft tokens, L = K + 1, N tokens, C chunks, P pages a request, D drafter
-width, A concatenated aux width.
+Shapes: R rows, B requests of a batch, K draft tokens, L = K + 1, E = L + 2 numbers of what is emitted, N tokens, C
+chunks, P pages a request, D drafter width, A concatenated aux width.
 """
 
 from functools import partial
@@ -35,8 +36,10 @@ from peagle.drafter.model import Attend, Drafter
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.engine.adjustments import Adjustments
 from peagle.engine.row_state import Chunks, Decoded, RowState
+from peagle.engine.verify_rows import VerifyRows, all_rows, cells, likeliest_rows, num_verify_rows
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
 from peagle.kernels.choose import choose_tokens
+from peagle.kernels.likeliest import likeliest
 from peagle.targets.paged import Compile, Memory, PagedTarget
 
 
@@ -44,7 +47,7 @@ class Verified(NamedTuple):
     """What the first half of a step leaves for the second."""
 
     decoded: Decoded
-    paged_rows: PagedRows
+    rows: VerifyRows
     aux_NA: Tensor | None
     """None where there is no drafter to read them"""
     known_BL1: Tensor
@@ -68,7 +71,8 @@ class DrafterRows(NamedTuple):
 class Step:
     """Target, drafter and their memories, and the passes over them. All state is on the device.
 
-    `compile` is applied to what lies between the layers, which is many small operations.
+    `verify_rows` limits the rows of a verification pass as `num_verify_rows` says. `compile` is applied to what lies
+    between the layers, which is many small operations.
     """
 
     def __init__(
@@ -81,22 +85,27 @@ class Step:
         drafter_memory: Memory,
         max_position: int,
         compile: Compile | None = None,
+        verify_rows: int | None = None,
     ) -> None:
         self.target, self.drafter, self.num_draft_tokens = target, drafter, num_draft_tokens
+        self.verify_rows = verify_rows
         self.state, self.target_memory, self.drafter_memory = state, target_memory, drafter_memory
         self.adjustments: Adjustments | None = None
         """given to it before the first pass that `adjusts`"""
         self.page_size = target_memory[0][0].shape[1]
         self.max_position = max_position
         compile = compile or (lambda function: function)
-        self._lay_out, self._accept = compile(self._lay_out), compile(self._accept)  # type: ignore[method-assign]
+        self._all_rows, self._likeliest_rows = compile(all_rows), compile(likeliest_rows)
+        self._accept = compile(self._accept)  # type: ignore[method-assign]
         self._accept_adjusted = compile(self._accept_adjusted)  # type: ignore[method-assign]
         self._lay_out_chunks, self._start = compile(self._lay_out_chunks), compile(self._start)  # type: ignore[method-assign]
         self._start_adjusted = compile(self._start_adjusted)  # type: ignore[method-assign]
         if drafter is not None:
             self._fuse, self._likeliest = compile(drafter.fuse), compile(self._likeliest)  # type: ignore[method-assign]
+            self._lay_out_kept = compile(self._lay_out_kept)  # type: ignore[method-assign]
             self._lay_out_slots = compile(self._lay_out_slots)  # type: ignore[method-assign]
             self._lay_out_prompt_slots = compile(self._lay_out_prompt_slots)  # type: ignore[method-assign]
+            self._leave = compile(self._leave)  # type: ignore[method-assign]
             with torch.no_grad():
                 mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
                 self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
@@ -111,85 +120,81 @@ class Step:
 
     def verify(self, rows_B: Tensor, adjusts: bool = False) -> Verified:
         """The first half of a step, up to the commit."""
-        token_ids_N, position_N, paged_rows = self._lay_out(rows_B)
+        num_rows = num_verify_rows(len(rows_B), self.num_draft_tokens, self.verify_rows)
+        if adjusts or num_rows == len(rows_B) * (self.num_draft_tokens + 1):
+            rows = self._all_rows(self.state, rows_B, self.page_size, self.max_position)
+        else:
+            rows = self._likeliest_rows(self.state, rows_B, num_rows, self.page_size, self.max_position)
         logits_NV, aux_NA = self.target.forward(
-            token_ids_N, position_N, self.target_memory, paged_rows, None, has_aux=self.drafter is not None
+            rows.token_ids_N,
+            rows.position_N,
+            self.target_memory,
+            rows.paged_rows,
+            None,
+            has_aux=self.drafter is not None,
         )
         accept = self._accept_adjusted if adjusts else self._accept
-        emitted_BL1, known_BL1, next_B1, num_accepted_B = accept(rows_B, token_ids_N, logits_NV)
-        return Verified(Decoded(emitted_BL1, logits_NV), paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B)
+        emitted_BE, known_BL1, next_B1, num_accepted_B = accept(rows_B, rows, logits_NV)
+        return Verified(Decoded(emitted_BE, logits_NV, rows.place_BL), rows, aux_NA, known_BL1, next_B1, num_accepted_B)
 
     def draft(self, rows_B: Tensor, verified: Verified) -> None:
         """The second half: leave the newest token in the row, and the drafts behind it where there is a drafter."""
-        _, paged_rows, aux_NA, known_BL1, next_B1, num_accepted_B = verified
+        _, rows, aux_NA, known_BL1, next_B1, num_accepted_B = verified
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_B, next_B1)
             return
         assert aux_NA is not None, "asked for where there is a drafter"
-        num_rows = self.num_draft_tokens + 1
+        place_BL = rows.place_BL
         if not rows_B.is_cuda:
             # Shapes may follow values here, so rows that no request has kept are left out.
-            aux_BLA = aux_NA.unflatten(0, (-1, num_rows))
             num_rows = int(num_accepted_B.max()) + 1
-            aux_NA, known_BL1 = aux_BLA[:, :num_rows].flatten(0, 1), known_BL1[:, : num_rows + 1]
-        fused_BLD = self._fuse(aux_NA).unflatten(0, (-1, num_rows))
-        table_BP, first_anchor_B = paged_rows.page_table_BP, paged_rows.context_B
-        slots = self._lay_out_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_BLD)
-        drafts_BK = self._draft(slots, table_BP, first_anchor_B + num_accepted_B)
-        self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
+            aux_NA, known_BL1 = aux_NA[place_BL[:, :num_rows].flatten()], known_BL1[:, : num_rows + 1]
+            place_BL = torch.arange(len(aux_NA)).view(-1, num_rows)
+        table_BP, first_anchor_B = rows.paged_rows.page_table_BP, rows.paged_rows.context_B
+        slots = self._lay_out_kept(table_BP, first_anchor_B, num_accepted_B, known_BL1, self._fuse(aux_NA), place_BL)
+        self._leave(rows_B, next_B1, *self._draft(slots, table_BP, first_anchor_B + num_accepted_B))
 
-    def _lay_out(self, rows_B: Tensor) -> tuple[Tensor, Tensor, PagedRows]:
-        """The tokens that verify runs, newest and drafts of every row, their positions, and where they stand."""
-        state, num_rows = self.state, self.num_draft_tokens + 1
-        length_B = state.length[rows_B]
-        index_BL = length_B[:, None] + torch.arange(num_rows, device=rows_B.device)
-        paged_rows = self._paged_rows(state.page_table[rows_B], length_B, index_BL)
-        return state.tokens[rows_B].flatten(), index_BL.flatten().clamp_max(self.max_position), paged_rows
-
-    def _accept(self, rows_B: Tensor, token_ids_N: Tensor, logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Decide and commit: what is emitted [B, L + 1], the text from the old newest token on [B, L + 1], the new
+    def _accept(self, rows_B: Tensor, rows: VerifyRows, logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Decide and commit: what is emitted [B, E], the text from the old newest token on [B, L + 1], the new
         newest token [B, 1], and how many drafts were accepted [B]."""
-        wanted_BL = self._choose(logits_NV, rows_B, self.state.length[rows_B] + 1)
-        return self._commit(rows_B, token_ids_N.view(len(rows_B), -1), wanted_BL)
+        return self._commit(rows_B, rows, self._choose(logits_NV, rows.row_N, rows.position_N + 1))
 
     def _accept_adjusted(
-        self, rows_B: Tensor, token_ids_N: Tensor, logits_NV: Tensor
+        self, rows_B: Tensor, rows: VerifyRows, logits_NV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`_accept` by what the rows' requests make of the logits; their counts take the emitted tokens in."""
         assert self.adjustments is not None, "given before"
-        tokens_BL = token_ids_N.view(len(rows_B), self.num_draft_tokens + 1)
-        position_B = self.state.length[rows_B] + 1
-        adjusted_NV = self.adjustments.apply(logits_NV, rows_B, tokens_BL[:, 1:], position_B)
-        wanted_BL = self._choose(adjusted_NV, rows_B, position_B)
-        committed = self._commit(rows_B, tokens_BL, wanted_BL)
-        self.adjustments.count(rows_B, wanted_BL, committed[0][:, 0])
+        drafts_BK = rows.token_ids_N.view(len(rows_B), self.num_draft_tokens + 1)[:, 1:]
+        adjusted_NV = self.adjustments.apply(logits_NV, rows_B, drafts_BK, rows.paged_rows.context_B + 1)
+        wanted_N = self._choose(adjusted_NV, rows.row_N, rows.position_N + 1)
+        committed = self._commit(rows_B, rows, wanted_N)
+        self.adjustments.count(rows_B, wanted_N.view(len(rows_B), -1), committed[0][:, 0])
         return committed
 
-    def _commit(self, rows_B: Tensor, tokens_BL: Tensor, wanted_BL: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        state = self.state
-        length_B = state.length[rows_B]
-        num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], state.max_draft[rows_B])
+    def _commit(self, rows_B: Tensor, rows: VerifyRows, wanted_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        state, num_drafts_B = self.state, rows.num_drafts_B
+        tokens_BL, wanted_BL = rows.token_ids_N[rows.place_BL], wanted_N[rows.place_BL]
+        num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], num_drafts_B)
         # The row that is nobody's must not grow: it stands in several places of a batch, and its text is all waste.
-        new_length_B = (length_B + num_accepted_B + 1).masked_fill(rows_B == state.nobody, 0)
-        state.length.index_copy_(0, rows_B, new_length_B)
-        emitted_BL1 = torch.cat([num_accepted_B[:, None] + 1, wanted_BL], dim=1)
+        new_length_B = rows.paged_rows.context_B + num_accepted_B + 1
+        state.length.index_copy_(0, rows_B, new_length_B.masked_fill(rows_B == state.nobody, 0))
+        emitted_BE = torch.cat([num_accepted_B[:, None] + 1, num_drafts_B[:, None], wanted_BL], dim=1)
         known_BL1 = torch.cat([tokens_BL[:, :1], wanted_BL], dim=1)
-        return emitted_BL1, known_BL1, next_B[:, None], num_accepted_B
+        return emitted_BE, known_BL1, next_B[:, None], num_accepted_B
 
-    def _choose(self, logits_NV: Tensor, rows_B: Tensor, position_B: Tensor) -> Tensor:
-        """What the target wants from `position_B` on, by each row's own settings, [B, L]."""
+    def _choose(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
+        """What the target wants at each position, by the settings of the row it belongs to, [N]."""
         state = self.state
-        chosen_N = choose_tokens(
+        return choose_tokens(
             logits_NV,
-            state.temperature[rows_B],
-            state.top_k[rows_B],
-            state.top_p[rows_B],
-            state.min_p[rows_B],
-            state.seed[rows_B],
-            position_B,
+            state.temperature[row_N],
+            state.top_k[row_N],
+            state.top_p[row_N],
+            state.min_p[row_N],
+            state.seed[row_N],
+            position_N,
             STREAM_DRAW,
         )
-        return chosen_N.view(len(rows_B), -1)
 
     # Prefill ----------------------------------------------------------------------------------------------------------
 
@@ -211,23 +216,24 @@ class Step:
         logits_CV = logits_RV[: len(last_C)]
         scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
         start = self._start_adjusted if adjusts else self._start
-        rows_C, next_C1, emitted_C2 = start(chunks, end_C, logits_CV)
+        rows_C, next_C1, emitted_C3 = start(chunks, end_C, logits_CV)
+        place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
+        decoded = Decoded(emitted_C3, logits_CV, place_C1, scored_logits_SV)
         if self.drafter is None:
             self.state.tokens.index_copy_(0, rows_C, next_C1)
-            return Decoded(emitted_C2, logits_CV, scored_logits_SV)
+            return decoded
         slots = self._lay_out_prompt_slots(chunks, index_N, end_C, next_C1, self._fuse(aux_NA))
         # What is drafted after a chunk that is not its text's last goes to waste.
         table_CP = paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
-        drafts_CK = self._draft(slots, table_CP, end_C - 1)
-        self.state.tokens.index_copy_(0, rows_C, torch.cat([next_C1, drafts_CK], dim=1))
-        return Decoded(emitted_C2, logits_CV, scored_logits_SV)
+        self._leave(rows_C, next_C1, *self._draft(slots, table_CP, end_C - 1))
+        return decoded
 
     def _lay_out_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, PagedRows]:
         """Index and position of every token, the length of each text so far, its last token, and where all stand."""
         table_CP = self.state.page_table[chunks.row_C]
         offset_N = torch.arange(len(chunks.token_ids_N), device=chunks.row_C.device)
         index_N = chunks.start_C[chunks.chunk_N] + offset_N - chunks.first_token_C1[chunks.chunk_N]
-        cell_N = self._cells(table_CP[chunks.chunk_N], index_N[:, None]).flatten()
+        cell_N = cells(table_CP[chunks.chunk_N], index_N[:, None], self.page_size).flatten()
         is_shared_N = index_N < chunks.first_write_C[chunks.chunk_N]
         paged_rows = PagedRows(
             table_CP,
@@ -243,19 +249,19 @@ class Step:
     def _start(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the token after each chunk and commit it where the chunk is its text's last: rows, tokens, emitted."""
         state = self.state
-        next_C1 = self._choose(logits_CV, chunks.row_C, end_C)
+        next_C1 = self._choose(logits_CV, chunks.row_C, end_C)[:, None]
         # A chunk that is not its text's last leaves no trace in the row.
         rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.nobody)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.nobody, 0))
-        return rows_C, next_C1, torch.cat([torch.ones_like(next_C1), next_C1], dim=1)
+        return rows_C, next_C1, torch.cat([torch.ones_like(next_C1), torch.zeros_like(next_C1), next_C1], dim=1)
 
     def _start_adjusted(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.adjustments is not None, "given before"
         no_drafts_C0 = chunks.row_C.new_empty(len(chunks.row_C), 0)
         adjusted_CV = self.adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C)
-        rows_C, next_C1, emitted_C2 = self._start(chunks, end_C, adjusted_CV)
-        self.adjustments.count(rows_C, next_C1, emitted_C2[:, 0])
-        return rows_C, next_C1, emitted_C2
+        rows_C, next_C1, emitted_C3 = self._start(chunks, end_C, adjusted_CV)
+        self.adjustments.count(rows_C, next_C1, emitted_C3[:, 0])
+        return rows_C, next_C1, emitted_C3
 
     def _lay_out_prompt_slots(
         self, chunks: Chunks, index_N: Tensor, end_C: Tensor, next_C1: Tensor, fused_ND: Tensor
@@ -271,7 +277,7 @@ class Step:
             depth_S == 0, position_S + 1 >= chunks.first_write_C[chunk_S], chunks.is_last_C[chunk_S] != 0
         )
         table_CP = self.state.page_table[chunks.row_C]
-        cell_S = self._cells(table_CP[chunk_S], position_S[:, None] + 1).flatten()
+        cell_S = cells(table_CP[chunk_S], position_S[:, None] + 1, self.page_size).flatten()
         cell_S = cell_S.masked_fill(~is_kept_S | (depth_S == PADDING), WASTE_PAGE)
         span_S0 = index_N.new_empty(len(cell_S), 0)
         paged_rows = PagedRows(table_CP, first_slot_C1, chunks.start_C + 1, cell_S, span_S0)
@@ -289,18 +295,38 @@ class Step:
         assert self.drafter is not None, "only asked with one"
         return self.num_draft_tokens if self.drafter.config.parallel else 1
 
-    def _draft(self, rows: DrafterRows, table_BP: Tensor, last_anchor_B: Tensor) -> Tensor:
-        """Run the slots of newly known anchors and draft from the last one of each request, [B, K]."""
+    def _draft(self, rows: DrafterRows, table_BP: Tensor, last_anchor_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the slots of newly known anchors and draft from the last one of each request: tokens and their
+        log-probabilities, [B, K]."""
         assert self.drafter is not None, "drafts come from a drafter"
-        drafts_BK, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, self._num_depths)
-        drafts = [drafts_BK]
+        drafts_BK, logprob_BK, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, self._num_depths)
+        drafts, logprobs = [drafts_BK], [logprob_BK]
         one_B = torch.ones_like(last_anchor_B)
         for depth in range(self._num_depths, self.num_draft_tokens):
             # EAGLE-3: the drafter's own token and state take the place of the target's.
             rows = self._lay_out_slots(table_BP, last_anchor_B + depth, one_B, drafts[-1].expand(-1, 2), carried_BKD)
-            next_B1, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, 1)
+            next_B1, logprob_B1, carried_BKD = self._likeliest(self._run_layers(rows), rows.last_B, 1)
             drafts.append(next_B1)
-        return torch.cat(drafts, dim=1)
+            logprobs.append(logprob_B1)
+        return torch.cat(drafts, dim=1), torch.cat(logprobs, dim=1)
+
+    def _leave(self, rows_B: Tensor, next_B1: Tensor, drafts_BK: Tensor, logprob_BK: Tensor) -> None:
+        """In the rows: the newest token, its drafts, and how likely those are to be kept."""
+        self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
+        if self.verify_rows is not None:
+            self.state.confidence.index_copy_(0, rows_B, logprob_BK.cumsum(1))
+
+    def _lay_out_kept(
+        self,
+        table_BP: Tensor,
+        first_anchor_B: Tensor,
+        num_accepted_B: Tensor,
+        known_BL1: Tensor,
+        fused_ND: Tensor,
+        place_BL: Tensor,
+    ) -> DrafterRows:
+        """The slots behind the tokens that a step has kept."""
+        return self._lay_out_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_ND[place_BL])
 
     def _lay_out_slots(
         self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
@@ -310,8 +336,12 @@ class Step:
         Column t of `token_ids_BT` and `fused_BTD` belongs to index first_anchor + t, as for `slot_inputs`.
         """
         slots = batch_serving_slots(first_anchor_B, num_anchors_B, fused_BTD.shape[1], self._num_depths)
-        paged_rows = self._paged_rows(table_BP, first_anchor_B + 1, slots.position_BS + 1, slots.depth_BS == PADDING)
-        last_B = paged_rows.first_row_B1[:-1] + num_anchors_B - 1
+        num_requests, num_slots = slots.depth_BS.shape
+        first_row_B1 = torch.arange(num_requests + 1, device=table_BP.device) * num_slots
+        cell_BS = cells(table_BP, slots.position_BS + 1, self.page_size)
+        cell_N = cell_BS.masked_fill(slots.depth_BS == PADDING, WASTE_PAGE).flatten()
+        paged_rows = PagedRows(table_BP, first_row_B1, first_anchor_B + 1, cell_N, cell_N.new_empty(num_slots, 0))
+        last_B = first_row_B1[:-1] + num_anchors_B - 1
         return self._drafter_rows(slots, paged_rows, token_ids_BT, fused_BTD, first_anchor_B[:, None], last_B)
 
     def _drafter_rows(
@@ -344,29 +374,17 @@ class Step:
 
         return self.drafter.run_layers(rows.fused_1ND, rows.embedding_1ND, rows.rotary, attention_of)
 
-    def _likeliest(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
-        """Draft tokens of each request's last anchor, and the states they came from."""
+    def _likeliest(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft tokens of each request's last anchor, their log-probabilities, and the states they came from."""
         assert self.drafter is not None, "only called with one"
         rows_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
         normed_BKD, carried_BKD = self.drafter.layer_outputs(state_1ND[0, rows_BK])
-        return self.drafter.to_target_ids(self.drafter.logits(normed_BKD).argmax(-1)), carried_BKD
-
-    # Pages ------------------------------------------------------------------------------------------------------------
-
-    def _paged_rows(
-        self, table_BP: Tensor, context_B: Tensor, index_BS: Tensor, is_padding_BS: Tensor | None = None
-    ) -> PagedRows:
-        num_requests, num_rows = index_BS.shape
-        first_row_B1 = torch.arange(num_requests + 1, device=index_BS.device) * num_rows
-        cell_BS = self._cells(table_BP, index_BS)
-        if is_padding_BS is not None:
-            cell_BS = cell_BS.masked_fill(is_padding_BS, WASTE_PAGE)
-        return PagedRows(table_BP, first_row_B1, context_B, cell_BS.flatten(), index_BS.new_empty(num_rows, 0))
-
-    def _cells(self, table_BP: Tensor, index_BS: Tensor) -> Tensor:
-        """Where index i of each request is kept: in its page, or in the waste page where it has none."""
-        column_BS = (index_BS // self.page_size).clamp_max(table_BP.shape[1] - 1)
-        return table_BP.gather(1, column_BS).to(torch.int64) * self.page_size + index_BS % self.page_size
+        logits_BKV = self.drafter.logits(normed_BKD)
+        if self.verify_rows is None:
+            tokens_BK, logprob_BK = logits_BKV.argmax(-1), logits_BKV.new_zeros(rows_BK.shape)
+        else:
+            tokens_BK, logprob_BK = (each_N.view(rows_BK.shape) for each_N in likeliest(logits_BKV.flatten(0, 1)))
+        return self.drafter.to_target_ids(tokens_BK), logprob_BK, carried_BKD
 
 
 def _attend_pages(
