@@ -94,9 +94,11 @@ def test_times_begin_when_the_request_is_there_and_not_when_it_is_tokenized(serv
     assert all(served.metric(name) - earlier >= 0.4 for name, earlier in zip(names, before, strict=True))
 
 
-def job_with(histogram):
+def job_with(histogram, num_left_out=0):
+    """With so many drafts by the number of their tokens that were accepted, of which some were not verified whole."""
     job = Job(None, "x", [[1]], _Params(), len(histogram) - 1)
     job.num_steps, job.histogram, job.finished_at = sum(histogram), histogram, job.started + 1
+    job.num_drafted = (len(histogram) - 1) * sum(histogram) - num_left_out
     return job
 
 
@@ -130,6 +132,13 @@ def test_drift_is_told_when_acceptance_falls_below_the_card():
     metrics.finished(job_with([0, 0, 2 * MIN_WINDOW_DRAFTS]), is_full=False)
     assert metrics.acceptance_length()[0] > DRIFT_SHARE * 2.0 and not metrics.has_drifted()
     assert b'finished_reason="None"' in metrics.text() or b"request_success" in metrics.text()
+
+
+def test_requests_whose_drafts_were_cut_short_in_a_full_batch_are_no_sign_of_drift():
+    metrics = ServerMetrics("m", 2, baseline=2.0)
+    metrics.finished(job_with([0, MIN_WINDOW_DRAFTS, 0]), is_full=False)
+    metrics.finished(job_with([9 * MIN_WINDOW_DRAFTS, 0, 0], num_left_out=1), is_full=True)
+    assert metrics.acceptance_length() == (2.0, MIN_WINDOW_DRAFTS) and not metrics.has_drifted()
 
 
 def test_baseline_is_what_the_card_says_for_this_number_of_draft_tokens():

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 WITHOUT_COUNTERPART = {
     "max_held": "vLLM plans prefills by itself",
+    "verify_rows": "vLLM verifies every draft",
     "capture_adjusted": "vLLM has no such choice",
     "pack": "it is for the native engine on a CPU",
     "quantize": "give vLLM a quantized target, or its own option: -- --quantization ...",

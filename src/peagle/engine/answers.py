@@ -23,9 +23,9 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    """for each step with a draft, how many of its tokens were emitted"""
+    """for each verified draft, how many of its tokens were emitted"""
     num_draft_tokens: int = 0
-    """verified in those steps"""
+    """of those drafts"""
     finish_reason: FinishReason | None = None
     is_new: bool = True
     """nobody has been told of it yet"""

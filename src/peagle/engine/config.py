@@ -8,7 +8,7 @@ from peagle.errors import ConfigError
 GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
 GPU_MAX_HELD = 8
-GPU_VERIFY_ROWS = 256
+GPU_VERIFY_ROWS = 320
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
 """Chunks of the smallest and the largest prefill pass, the last of which holds the padding."""
 
@@ -30,8 +30,8 @@ class EngineConfig:
     prefill_tokens: int = 2048
     """most prompt tokens run in one step beside the decoding requests"""
     verify_rows: int | None = None
-    """rows of a pass that verifies drafts; where all requests' newest tokens and drafts are more, those drafts are
-    verified that are likeliest to be kept, on average at least one a request. By default 256 on a GPU; all on a CPU"""
+    """rows of a pass that verifies drafts, newest tokens included; where a batch has more, the drafts likeliest to be
+    kept are verified, and the first of each request in any case. 0: always all. By default 320 on a GPU, all on a CPU"""
     max_held: int | None = None
     """steps for which a new request may be held back, while many decode, to share its prefill pass with others; by
     default 8 on a GPU, where a pass costs its launches, and none on a CPU"""
@@ -55,11 +55,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.quantize not in (None, "int8"):
             raise ConfigError(f"quantize must be 'int8' or None, got {self.quantize!r}")
-        for name in ("max_batch", "max_length", "page_size", "num_pages", "prefill_tokens", "verify_rows"):
+        for name in ("max_batch", "max_length", "page_size", "num_pages", "prefill_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        for name in ("max_held", "max_waiting"):
+        for name in ("max_held", "max_waiting", "verify_rows"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {value}")

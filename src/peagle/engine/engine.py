@@ -282,7 +282,7 @@ class Engine:
         else:
             num_kept, finish_reason, texts = follow(tokens, answer.stop_check)
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
-        if request.num_draft_tokens and not emission.is_prefill:
+        if emission.num_drafts:
             self._count_draft(answer, min(len(tokens) - 1, num_kept), emission.num_drafts)
         if answer.group.first_token_at is None:
             answer.group.first_token_at = time.perf_counter()

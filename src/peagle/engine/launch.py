@@ -48,7 +48,7 @@ class Emission(NamedTuple):
     epoch: int
     token_ids: list[int]
     num_drafts: int
-    """draft tokens that were verified; 0 for prefill and plain decoding, and where others' were likelier"""
+    """draft tokens that were verified; 0 for prefill and plain decoding"""
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
     draft_ids: list[int] | None = None

@@ -95,7 +95,7 @@ class Runner:
                 self.kv_cache.drafter_memory,
                 target.max_length - 1,
                 compile,
-                GPU_VERIFY_ROWS if is_gpu and config.verify_rows is None else config.verify_rows,
+                GPU_VERIFY_ROWS if is_gpu and config.verify_rows is None else config.verify_rows or None,
             )
             self._transfers = Transfers(self.device)
             self._adjusted_rows: set[int] = set()

@@ -380,7 +380,7 @@ class Step:
         rows_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
         normed_BKD, carried_BKD = self.drafter.layer_outputs(state_1ND[0, rows_BK])
         logits_BKV = self.drafter.logits(normed_BKD)
-        if self.verify_rows is None:
+        if self.verify_rows is None and not logits_BKV.is_cuda:  # nobody asks how likely they are
             tokens_BK, logprob_BK = logits_BKV.argmax(-1), logits_BKV.new_zeros(rows_BK.shape)
         else:
             tokens_BK, logprob_BK = (each_N.view(rows_BK.shape) for each_N in likeliest(logits_BKV.flatten(0, 1)))

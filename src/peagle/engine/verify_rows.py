@@ -1,15 +1,15 @@
 """The rows of a verification pass: for each request its newest token, and drafts behind it.
 
-Few requests have all their drafts verified. Every row costs something, though, once there are some hundreds, and most
-deep drafts of a full batch fail. So a pass has a limit of rows (`num_verify_rows`), and where the drafts are more,
-those are verified that are likeliest to be kept, whichever requests they belong to: what the drafter is sure of
-everywhere, seven of one request and one of another. What is left out costs nothing but its chance, and answers do not
-change: they are what the target says, however many drafts it is asked about.
+A few requests have all their drafts verified. Of a full batch that would be many hundreds of rows, each of which costs
+something, and most of the deep drafts fail. So a pass has a limit of rows (`num_verify_rows`), and where the drafts are
+more, each request has its first one verified, and beyond those the ones that are likeliest to be kept are, whichever
+requests they belong to: all seven where the drafter is sure of itself, and one where it is not. Answers do not change:
+they are what the target says, however many drafts it is asked about.
 
 How likely a draft is to be kept is told by the drafter: the product of the probabilities it gave to that draft and to
 those before it. This falls with every draft, so what is chosen of a request is always its first few.
 
-Two requests with three drafts each, and room for five rows, that is for three drafts:
+Two requests with three drafts each, and room for three of them:
 
 >>> confidence_BK = torch.tensor([[0.9, 0.8, 0.5], [0.6, 0.2, 0.1]]).log()
 >>> likeliest_counts(confidence_BK, 3).tolist()
@@ -43,10 +43,10 @@ class VerifyRows(NamedTuple):
 
 
 def num_verify_rows(num_requests: int, num_draft_tokens: int, limit: int | None) -> int:
-    """All rows up to the limit, and beyond it one draft a request on average.
+    """All rows up to the limit, but room for a first draft of each request in any case.
 
-    >>> [num_verify_rows(num_requests, 7, 256) for num_requests in (1, 32, 48, 64, 256)]
-    [8, 256, 256, 256, 512]
+    >>> [num_verify_rows(num_requests, 7, 320) for num_requests in (1, 32, 48, 64, 256)]
+    [8, 256, 320, 320, 512]
     """
     num_all = num_requests * (num_draft_tokens + 1)
     return num_all if limit is None else min(num_all, max(limit, 2 * num_requests))
@@ -80,7 +80,8 @@ def likeliest_rows(state: RowState, rows_B: Tensor, num_rows: int, page_size: in
     num_requests, most_rows = len(rows_B), state.tokens.shape[1]
     offset_L = torch.arange(most_rows, device=rows_B.device)
     max_draft_B = state.max_draft[rows_B]  # none of a row that is nobody's
-    confidence_BK = state.confidence[rows_B].masked_fill(offset_L[:-1] >= max_draft_B[:, None], float("-inf"))
+    confidence_BK = state.confidence[rows_B].masked_fill(offset_L[:-1] == 0, float("inf"))
+    confidence_BK = confidence_BK.masked_fill(offset_L[:-1] >= max_draft_B[:, None], float("-inf"))
     num_chosen_B = likeliest_counts(confidence_BK, num_rows - num_requests)
     end_B = (num_chosen_B + 1).cumsum(0)
     first_B = end_B - num_chosen_B - 1

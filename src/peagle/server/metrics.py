@@ -153,7 +153,8 @@ class ServerMetrics(Metrics):
             self.tpot.observe(per_token)
             if is_full:
                 self.full_load.observe(per_token)
-        if job.num_steps and job.params.num_draft_tokens in (None, self.num_draft_tokens):
+        # Where a full batch had drafts left out, the rest says nothing about the drafter.
+        if job.num_steps and job.num_drafted == job.num_steps * self.num_draft_tokens:
             self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
 
     def acceptance_length(self) -> tuple[float | None, int]:
