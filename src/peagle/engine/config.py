@@ -30,8 +30,8 @@ class EngineConfig:
     prefill_tokens: int = 2048
     """most prompt tokens run in one step beside the decoding requests"""
     verify_rows: int | None = None
-    """rows of a pass that verifies drafts, newest tokens included; where a batch has more, the drafts likeliest to be
-    kept are verified, and the first of each request in any case. 0: always all. By default 320 on a GPU, all on a CPU"""
+    """rows of a pass that verifies drafts, newest tokens included; where a batch has more, the first draft of each
+    request is verified, and then the likeliest to be kept. 0: always all. By default 320 on a GPU, all on a CPU"""
     max_held: int | None = None
     """steps for which a new request may be held back, while many decode, to share its prefill pass with others; by
     default 8 on a GPU, where a pass costs its launches, and none on a CPU"""
