@@ -136,8 +136,9 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
     """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
 
     A decode step's attention waits for its first keys longer than for the rest, so what counts is how many are asked
-    for at once: by many programs where a batch leaves room for splits, by many steps in flight where it does not.
-    Measured on an H200 (docs/log.md); benchmarks/attention.py tries others.
+    for at once: by several programs a text where requests are few, by steps in flight where they are not. More programs
+    than processors only pay where each text has one: they hold up the kernel that follows.
+    Measured inside steps on an H200 (docs/log.md); benchmarks/attention.py tries others.
     """
     is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
     tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
@@ -147,18 +148,24 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
     if num_entries > tile or row_bytes > 256:  # prompts, and wide heads
         step = 64 if padded_width <= 128 else 16 if is_wide else 32
         return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
-    is_narrow, num_small = row_bytes <= 128, -(-num_entries // 16) * num_teams
+    is_narrow, is_deep = row_bytes <= 128, processors.shared_bytes >= SHARED_BYTES_OF_DEPTH
+    num_small = -(-num_entries // 16) * num_teams
     if num_small * MOST_SPLITS <= room:  # processors are left over, whatever is split
         return Cut(16, 64, MOST_SPLITS)
     if 2 * num_teams < processors.number:
-        return Cut(tile, 64, _num_splits(num_teams, 4 * room) if tile == 16 and is_narrow else num_splits)
+        if not is_narrow or num_entries > 32:
+            return Cut(tile, 64, num_splits)
+        return Cut(tile, 128, _num_splits(num_teams, processors.number), num_stages=5 if is_deep else 2)
     num_warps = 2 if tile == 32 and padded_width > 64 else 4
-    if num_teams > room or processors.shared_bytes < SHARED_BYTES_OF_DEPTH:
+    if num_teams > room or not is_deep:
         return Cut(tile, 64, num_splits, num_warps)
-    step = 128 if is_narrow else 64
+    if is_narrow and num_entries <= 32:
+        if num_small <= processors.number:
+            return Cut(16, 128, 1, num_stages=5)
+        return Cut(16, 64, 1, num_warps=2, num_stages=5)
     if num_small <= room:
-        return Cut(16, step, _num_splits(num_small, room), num_stages=7, least_steps=LEAST_STEPS)
-    return Cut(tile, step, num_splits, num_warps, num_stages=5, least_steps=LEAST_STEPS)
+        return Cut(16, 128 if is_narrow else 64, 1, num_stages=7)
+    return Cut(tile, 128 if is_narrow else 64, 1, num_warps, num_stages=5)
 
 
 def _num_splits(num_programs: int, num_places: int) -> int:
