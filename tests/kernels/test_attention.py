@@ -171,7 +171,7 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-CUTS = [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4), Cut(16, 16, 3, num_stages=7, least_steps=2)]
+CUTS = [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4), Cut(16, 16, 3, num_stages=7)]
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -193,7 +193,7 @@ def test_a_cut_fits_the_gpu_it_is_for(width: int, dtype: torch.dtype) -> None:
     for processors, num_entries, num_teams in itertools.product(
         (small, large), (1, 16, 24, 64, 900), (1, 24, 192, 999)
     ):
-        tile, step, num_splits, _, num_stages, _ = attention.cut(num_entries, num_teams, width, dtype, processors)
+        tile, step, num_splits, _, num_stages = attention.cut(num_entries, num_teams, width, dtype, processors)
         num_tiles = -(-num_entries // tile)
         assert num_splits == 1 or (num_tiles + 1) * num_teams <= NUM_COUNTERS, "a counter for each tile that is split"
         # Finding a page takes a stage as well. Large tiles are multiplied where the keys lie, which stay for one more.

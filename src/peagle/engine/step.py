@@ -96,16 +96,12 @@ class Step:
         self.max_position = max_position
         compile = compile or (lambda function: function)
         self._all_rows, self._likeliest_rows = compile(all_rows), compile(likeliest_rows)
-        self._accept = compile(self._accept)  # type: ignore[method-assign]
-        self._accept_adjusted = compile(self._accept_adjusted)  # type: ignore[method-assign]
-        self._lay_out_chunks, self._start = compile(self._lay_out_chunks), compile(self._start)  # type: ignore[method-assign]
-        self._start_adjusted = compile(self._start_adjusted)  # type: ignore[method-assign]
+        for name in ("accept", "accept_adjusted", "lay_out_chunks", "start", "start_adjusted"):
+            setattr(self, f"_{name}", compile(getattr(self, f"_{name}")))
         if drafter is not None:
-            self._fuse, self._likeliest = compile(drafter.fuse), compile(self._likeliest)  # type: ignore[method-assign]
-            self._lay_out_kept = compile(self._lay_out_kept)  # type: ignore[method-assign]
-            self._lay_out_slots = compile(self._lay_out_slots)  # type: ignore[method-assign]
-            self._lay_out_prompt_slots = compile(self._lay_out_prompt_slots)  # type: ignore[method-assign]
-            self._leave = compile(self._leave)  # type: ignore[method-assign]
+            self._fuse = compile(drafter.fuse)
+            for name in ("likeliest", "lay_out_kept", "lay_out_slots", "lay_out_prompt_slots", "leave"):
+                setattr(self, f"_{name}", compile(getattr(self, f"_{name}")))
             with torch.no_grad():
                 mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
                 self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
@@ -144,14 +140,13 @@ class Step:
             self.state.tokens.index_copy_(0, rows_B, next_B1)
             return
         assert aux_NA is not None, "asked for where there is a drafter"
-        place_BL = rows.place_BL
         if not rows_B.is_cuda:
             # Shapes may follow values here, so rows that no request has kept are left out.
             num_rows = int(num_accepted_B.max()) + 1
-            aux_NA, known_BL1 = aux_NA[place_BL[:, :num_rows].flatten()], known_BL1[:, : num_rows + 1]
-            place_BL = torch.arange(len(aux_NA)).view(-1, num_rows)
+            aux_NA, known_BL1 = aux_NA[rows.place_BL[:, :num_rows].flatten()], known_BL1[:, : num_rows + 1]
+            rows = rows._replace(place_BL=torch.arange(len(aux_NA)).view(-1, num_rows))
+        slots = self._lay_out_kept(rows, num_accepted_B, known_BL1, self._fuse(aux_NA))
         table_BP, first_anchor_B = rows.paged_rows.page_table_BP, rows.paged_rows.context_B
-        slots = self._lay_out_kept(table_BP, first_anchor_B, num_accepted_B, known_BL1, self._fuse(aux_NA), place_BL)
         self._leave(rows_B, next_B1, *self._draft(slots, table_BP, first_anchor_B + num_accepted_B))
 
     def _accept(self, rows_B: Tensor, rows: VerifyRows, logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -282,9 +277,8 @@ class Step:
         span_S0 = index_N.new_empty(len(cell_S), 0)
         paged_rows = PagedRows(table_CP, first_slot_C1, chunks.start_C + 1, cell_S, span_S0)
         last_C = (first_slot_C1[:-1] + chunks.first_token_C1.diff() - 1).clamp_min(0)
-        text_1N1 = functional.pad(next_N, (1, 0))[
-            None
-        ]  # what follows token t in column t + 1, as `slot_inputs` reads it
+        # What follows token t in column t + 1, as `slot_inputs` reads it.
+        text_1N1 = functional.pad(next_N, (1, 0))[None]
         return self._drafter_rows(slots, paged_rows, text_1N1, fused_ND[None], slots.anchor_BS - token_S, last_C)
 
     # Drafting ---------------------------------------------------------------------------------------------------------
@@ -317,16 +311,11 @@ class Step:
             self.state.confidence.index_copy_(0, rows_B, logprob_BK.cumsum(1))
 
     def _lay_out_kept(
-        self,
-        table_BP: Tensor,
-        first_anchor_B: Tensor,
-        num_accepted_B: Tensor,
-        known_BL1: Tensor,
-        fused_ND: Tensor,
-        place_BL: Tensor,
+        self, rows: VerifyRows, num_accepted_B: Tensor, known_BL1: Tensor, fused_ND: Tensor
     ) -> DrafterRows:
         """The slots behind the tokens that a step has kept."""
-        return self._lay_out_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_ND[place_BL])
+        table_BP, first_anchor_B = rows.paged_rows.page_table_BP, rows.paged_rows.context_B
+        return self._lay_out_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_ND[rows.place_BL])
 
     def _lay_out_slots(
         self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor

@@ -32,8 +32,6 @@ WASTE_PAGE = 0
 MOST_SPLITS = 32
 SHARED_BYTES_OF_DEPTH = 228 << 10
 """of a processor that holds two programs with several steps in flight, as those of H100 and later do"""
-LEAST_STEPS = 8
-"""that a split is given, where a batch nearly fills the GPU without any"""
 NUM_COUNTERS = 1 << 16
 
 
@@ -128,8 +126,6 @@ class Cut(NamedTuple):
     num_stages: int = 2
     """of the loop over steps, where finding a page takes as many as fetching its keys: 2 to 4 keep one step in flight,
     5 and 6 two, 7 three"""
-    least_steps: int = 1
-    """that a split is given before the next one gets any: a short text is then not split, and nothing combined"""
 
 
 def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors) -> Cut:

@@ -86,7 +86,7 @@ def _paged_attention(
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
     num_entries = max_rows * (num_heads // num_groups)
-    tile, step, num_splits, num_warps, num_stages, least_steps = attention.cut(
+    tile, step, num_splits, num_warps, num_stages = attention.cut(
         num_entries, num_requests * num_groups, padded_width, query.dtype, processors_of(query.device)
     )
     # Requests may have several tiles, each as many as its rows need; only the device knows how many (`_tile_of`).
@@ -139,7 +139,6 @@ def _paged_attention(
         step=step,
         new_step=max(16, min(triton.next_power_of_2(max_rows), step)),
         num_splits=num_splits,
-        least_steps=least_steps,
         has_tree=tree is not None,
         has_sinks=sinks is not None,
         has_softcap=softcap != 0,
@@ -338,7 +337,6 @@ def _attend(
     step: tl.constexpr,
     new_step: tl.constexpr,
     num_splits: tl.constexpr,
-    least_steps: tl.constexpr,
     has_tree: tl.constexpr,
     has_sinks: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -357,7 +355,7 @@ def _attend(
     if first_of_tile >= num_rows:
         return
     lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_of_tile - window + 1), first_key)
-    begin, end, num_active = share(lowest_of_tile, context, split, step, num_splits, least_steps)
+    begin, end, num_active = share(lowest_of_tile, context, split, step, num_splits)
     if split >= num_active:
         return
     entry = tile_index * tile + tl.arange(0, tile)

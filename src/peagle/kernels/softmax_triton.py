@@ -73,14 +73,11 @@ def combine(
 
 
 @triton.jit
-def share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr, least_steps: tl.constexpr):
-    """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always).
-
-    Each is given `least_steps` before the next gets any.
-    """
+def share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr):
+    """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always)."""
     start = tl.minimum(lowest, context) // step * step
     num_steps = tl.maximum(tl.cdiv(context - start, step), 1)
-    steps_a_split = tl.maximum(tl.cdiv(num_steps, num_splits), least_steps)
+    steps_a_split = tl.cdiv(num_steps, num_splits)
     begin = start + split * steps_a_split * step
     return begin, tl.minimum(begin + steps_a_split * step, context), tl.cdiv(num_steps, steps_a_split)
 
