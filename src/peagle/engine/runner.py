@@ -63,8 +63,7 @@ class Runner:
         self.target, self.drafter = target, drafter
         self.config, self.max_batch = config, max_batch
         self.device = target.device
-        is_gpu = self.device.type == "cuda"
-        self.is_asynchronous = is_gpu
+        is_gpu = self.is_asynchronous = self.device.type == "cuda"
         compiles = is_gpu if config.compile is None else config.compile
         compile: Compile | None = compile_once if compiles else None
         if compiles:
