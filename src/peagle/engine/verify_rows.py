@@ -1,6 +1,6 @@
 """The rows of a verification pass: for each request its newest token, and drafts behind it.
 
-While requests are few, all their drafts are verified. Of a full batch that would be many hundreds of rows, each of which
+While requests are few, all their drafts are verified. Of a full batch that would be hundreds of rows, each of which
 costs something, and most of the deep drafts fail. So a pass has a limit of rows (`num_verify_rows`). Where a batch has
 more, the first draft of each request is verified, and beyond those the ones that are likeliest to be kept, whichever
 requests they belong to: all seven where the drafter is sure of itself, and one where it is not. Answers do not change:
