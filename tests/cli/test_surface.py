@@ -14,7 +14,7 @@ SAMPLING = (
     "--n --logprobs --prompt-logprobs --num-draft-tokens"
 )
 ENGINE = (
-    "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --max-held --max-waiting "
+    "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --verify-rows --max-held --max-waiting "
     "--reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
     "--quantize"
 )
