@@ -14,8 +14,8 @@ SAMPLING = (
     "--n --logprobs --prompt-logprobs --num-draft-tokens"
 )
 ENGINE = (
-    "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --verify-rows --max-held --max-waiting "
-    "--reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
+    "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --verify-rows --max-held "
+    "--max-waiting --reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
     "--quantize"
 )
 PARALLEL = "--tensor-parallel-size --pipeline-parallel-size --data-parallel-size --num-nodes"
