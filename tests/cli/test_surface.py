@@ -15,8 +15,8 @@ SAMPLING = (
 )
 ENGINE = (
     "--max-batch --max-length --page-size --num-pages --memory-share --prefill-tokens --verify-rows --max-held "
-    "--max-waiting --reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted --pack "
-    "--quantize"
+    "--max-waiting --reuse-prefixes --no-reuse-prefixes --compile --capture --capture-adjusted --no-capture-adjusted "
+    "--pack --quantize"
 )
 PARALLEL = "--tensor-parallel-size --pipeline-parallel-size --data-parallel-size --num-nodes"
 SAGEMAKER = (
