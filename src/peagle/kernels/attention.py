@@ -133,7 +133,7 @@ def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype,
 
     A decode step's attention waits for its first keys longer than for the rest, so what counts is how many are asked
     for at once: by several programs a text where requests are few, by steps in flight where they are not. More programs
-    than processors only pay where each text has one: they hold up the kernel that follows.
+    than processors only pay where each text has one: they seem to hold up the kernel that follows.
     Measured inside steps on an H200 (docs/log.md); benchmarks/attention.py tries others.
     """
     is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
