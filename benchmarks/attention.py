@@ -1,11 +1,11 @@
-"""Our paged attention by how the kernel is cut: what kernels/attention_triton.py may take.
+"""Time paged attention by tiling, to choose the entries of kernels/tilings.py. Needs a GPU.
 
     python benchmarks/attention.py [--batches 64x8 64x14 8x8 ...] [--heads 9/3x64] [--context 300] [--keep 3] [--steps]
 
-A batch is requests x new rows of each; heads are query heads / key-value heads x width. Each time is that of one layer
-in a chain, recorded as a CUDA graph, of as many layers as no cache holds; the first line of a batch is what the engine
-takes now. What wins alone may lose among its neighbors: `--steps` measures the same cuts where they are to work, in
-whole verification passes of the embedded target, with as many drafts as a batch has rows behind the first. Wants a GPU.
+A batch is requests x new tokens per request; heads are query heads / key-value heads x width. Each time is per layer,
+in a CUDA graph of so many layers that their keys and values do not fit into the L2 cache. The first line of a batch is
+the tiling that the engine uses now. A tiling that wins alone may lose next to other kernels: `--steps` times the same
+tilings in whole verification passes of the embedded target, with one draft per token after the first.
 """
 
 import argparse
@@ -17,14 +17,15 @@ from typing import NamedTuple
 
 import torch
 
-from peagle.engine.graphs import record, replay_seconds
 from peagle.engine.llm import LLM
-from peagle.kernels import attention
-from peagle.kernels.attention import NUM_COUNTERS, Cut, PagedRows, Processors, paged_attention
-from peagle.kernels.attention_triton import processors_of
+from peagle.kernels import tilings
+from peagle.kernels.attention import PagedRows, paged_attention
+from peagle.kernels.attention_triton import gpu_of
+from peagle.kernels.tilings import NUM_COUNTERS, AttentionTiling, Gpu
 from peagle.targets.load import load_target
+from peagle.worker.graphs import capture, replay_seconds
 
-CACHE_BYTES = 200 << 20  # of keys and values in a chain: four times what an H200 keeps
+CACHE_BYTES = 200 << 20  # keys and values per graph: four times the L2 cache of an H200
 PAGE_SIZE = 32
 NUM_WARPS = {16: (2, 4), 32: (2, 4), 64: (4, 8)}
 NUM_REPLAYS = 10
@@ -63,48 +64,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     batches = [Batch(64, 1), Batch(64, 5), Batch(64, 8), Batch(32, 8), Batch(8, 8), Batch(1, 8)]
     parser.add_argument("--batches", nargs="+", type=Batch.parse, default=batches, help=" ".join(map(str, batches)))
-    parser.add_argument("--heads", type=Heads.parse, help="9/3x64, SmolLM2's")
-    parser.add_argument("--context", type=int, default=300, help="keys of each request")
-    parser.add_argument("--keep", type=int, default=3, help="cuts to print for each, the fastest first")
+    parser.add_argument("--heads", type=Heads.parse, help="default: 9/3x64, those of SmolLM2")
+    parser.add_argument("--context", type=int, default=300, help="keys per request")
+    parser.add_argument("--keep", type=int, default=3, help="tilings to print per batch, the fastest first")
     parser.add_argument("--steps", action="store_true", help="measure verification passes of the embedded target")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("it measures a GPU, and there is none")
+        parser.error("this benchmark needs a GPU")
     if arguments.steps and arguments.heads:
-        parser.error("--steps measures the embedded target, which has heads of its own: leave --heads out")
-    print(f"{'batch':>8} {'us':>8}  cut", flush=True)
+        parser.error("--steps measures the embedded target: omit --heads")
+    print(f"{'batch':>8} {'us':>8}  tiling", flush=True)
     if arguments.steps:
         compare_passes(arguments.batches, arguments.context, arguments.keep)
         return
     heads = arguments.heads or Heads(9, 3, 64)
     for batch in arguments.batches:
         run = layers(batch, heads, arguments.context)
-        show(batch, compare(batch, heads, partial(seconds_a_layer, run)), arguments.keep)
+        show(batch, compare(batch, heads, partial(seconds_per_layer, run)), arguments.keep)
 
 
-def show(batch: Batch, found: list[tuple[float, Cut]], keep: int) -> None:
-    for seconds, cut in found[: 1 + keep]:
-        print(f"{batch!s:>8} {seconds * 1e6:>8.2f}  {cut}", flush=True)
+def show(batch: Batch, found: list[tuple[float, AttentionTiling]], keep: int) -> None:
+    for seconds, tiling in found[: 1 + keep]:
+        print(f"{batch!s:>8} {seconds * 1e6:>8.2f}  {tiling}", flush=True)
 
 
-def compare(batch: Batch, heads: Heads, measure: Callable[[], float]) -> list[tuple[float, Cut]]:
-    """Seconds by the usual cut, then by the fastest ones."""
-    usual_cut, usual_arguments = attention.cut, cut_arguments(batch, heads)
+def compare(batch: Batch, heads: Heads, measure: Callable[[], float]) -> list[tuple[float, AttentionTiling]]:
+    """Seconds with the current tiling, then with the others, the fastest first."""
+    usual_tiling, usual_arguments = tilings.attention_tiling, tiling_arguments(batch, heads)
     found = []
     try:
-        for cut in (usual_cut(*usual_arguments), *candidates(batch, heads)):
-            attention.cut = lambda *given, cut=cut: cut if given == usual_arguments else usual_cut(*given)
+        for tiling in (usual_tiling(*usual_arguments), *candidates(batch, heads)):
+            tilings.attention_tiling = lambda *given, tiling=tiling: (
+                tiling if given == usual_arguments else usual_tiling(*given)
+            )
             try:
-                found.append((measure(), cut))
-            except Exception as error:  # a cut that does not fit this GPU
-                print(f"{cut}: {str(error).splitlines()[0]}", flush=True)
+                found.append((measure(), tiling))
+            except Exception as error:  # a tiling that does not fit this GPU
+                print(f"{tiling}: {str(error).splitlines()[0]}", flush=True)
     finally:
-        attention.cut = usual_cut
+        tilings.attention_tiling = usual_tiling
     return [found[0], *sorted(found[1:])]
 
 
 def compare_passes(batches: Sequence[Batch], context: int, keep: int) -> None:
-    """The same in the engine."""
+    """Time verification passes of the embedded target."""
     target = load_target(None)
     config = target.model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
@@ -112,35 +115,35 @@ def compare_passes(batches: Sequence[Batch], context: int, keep: int) -> None:
         own = [batch for batch in batches if batch.num_rows == num_rows]
         most = max(batch.num_requests for batch in own)
         with LLM(
-            target, "auto", num_rows - 1, max_batch=most, max_length=2048, prefill_tokens=128, verify_rows=0
+            target, "auto", num_rows - 1, max_batch=most, max_length=2048, prefill_tokens=128, verify_tokens=0
         ) as llm:
             runner = llm.engine.runner
-            assert runner.recorded is not None, "on a GPU"
-            measure = partial(runner.recorded.verify_seconds, num_pages=runner.kv_cache.num_pages, length=context)
+            assert runner.captured is not None, "on a GPU"
+            measure = partial(runner.captured.verify_seconds, num_pages=runner.kv_cache.num_pages, length=context)
             for batch in own:
                 show(batch, compare(batch, heads, partial(measure, batch.num_requests)), keep)
 
 
-def cut_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, Processors]:
+def tiling_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, torch.dtype, Gpu]:
     num_entries = batch.num_rows * heads.num_heads // heads.num_groups
     width = max(16, 1 << (heads.width - 1).bit_length())
-    processors = processors_of(torch.device("cuda"))
-    return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, processors
+    gpu = gpu_of(torch.device("cuda"))
+    return num_entries, batch.num_requests * heads.num_groups, width, torch.bfloat16, gpu
 
 
-def candidates(batch: Batch, heads: Heads) -> Iterator[Cut]:
-    """Cuts whose programs use the GPU's width without drowning it."""
-    num_entries, num_teams, _, _, processors = cut_arguments(batch, heads)
+def candidates(batch: Batch, heads: Heads) -> Iterator[AttentionTiling]:
+    """Tilings with a third to eight CTAs per SM."""
+    num_entries, num_teams, _, _, gpu = tiling_arguments(batch, heads)
     for tile, step, num_splits in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8, 11, 16, 32)):
         num_programs = -(-num_entries // tile) * num_teams * num_splits
-        if num_programs > NUM_COUNTERS or not processors.number / 3 <= num_programs <= 8 * processors.number:
+        if num_programs > NUM_COUNTERS or not gpu.number / 3 <= num_programs <= 8 * gpu.number:
             continue
         for num_warps, num_stages in itertools.product(NUM_WARPS[tile], (2, 5, 7)):
-            yield Cut(tile, step, num_splits, num_warps, num_stages)
+            yield AttentionTiling(tile, step, num_splits, num_warps, num_stages)
 
 
 def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object]]:
-    """Attention of enough layers, each over pages of its own."""
+    """Attention of enough layers to exceed the L2 cache, each over its own pages."""
     num_requests, num_rows = batch
     num_pages = -(-(context + num_rows) // PAGE_SIZE)
     shape = (num_requests * num_pages + 1, PAGE_SIZE, heads.num_groups, heads.width)
@@ -162,9 +165,9 @@ def layers(batch: Batch, heads: Heads, context: int) -> list[Callable[[], object
     return [partial(paged_attention, query, new, new, keys, values, rows, scale=scale) for keys, values in pages]
 
 
-def seconds_a_layer(run: list[Callable[[], object]]) -> float:
-    """Of the fastest replay of some."""
-    replay = record(lambda: [layer() for layer in run], torch.cuda.graph_pool_handle())
+def seconds_per_layer(run: list[Callable[[], object]]) -> float:
+    """Seconds per layer, in the fastest of some replays."""
+    replay = capture(lambda: [layer() for layer in run], torch.cuda.graph_pool_handle())
     return min(replay_seconds(replay, NUM_REPLAYS) for _ in range(NUM_TRIES)) / len(run)
 
 

@@ -1,13 +1,12 @@
-"""What HTTP and streaming cost: tokens/s of one stream at a time against the same engine called directly, in one run.
+"""Overhead of HTTP and streaming: tokens per second of one stream, compared with direct calls to the same engine.
 
     python benchmarks/http_cost.py [--target DIR] [--drafter DIR] [--num-draft-tokens 3] [--rounds 20] [--json OUT.json]
 
-A server runs in this process over a real socket; its client is a process of its own. Each round answers one prompt in
-three ways, the order turning from round to round: by the engine's own loop in the engine's thread, without a server or
-an event loop and with the text made once at the end; by the asynchronous engine; and as a stream over HTTP. A round's
-cost is 1 - tokens/s of a way / tokens/s of the engine's loop; medians and quartiles over the rounds are reported,
-because other work on the machine comes and goes. So is the processor time that this process took for a token, which
-such work hardly changes. The exit status is 1 if HTTP costs more than `--limit`.
+The server runs in this process and listens on a real socket; the client is a second process. Each round completes one
+prompt in three ways, in rotating order: directly with the engine's own loop, which detokenizes once at the end; with
+the asynchronous engine; and as a stream over HTTP. The cost of a way is 1 - its tokens/s / tokens/s of the engine's
+loop. Medians and quartiles over the rounds are printed, because the machine may be shared, and so is the CPU time of
+this process per token, which other load hardly changes. The exit status is 1 if HTTP costs more than `--limit`.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from peagle.server.settings import ServerSettings
 READY_SECONDS = 300.0
 PROMPT = "Write a short story about a lighthouse keeper and the sea."
 
-# One stream for each line that comes in; seconds and the number of tokens go out.
+# Reads one request body per line; writes the seconds and the number of tokens of each stream.
 CLIENT = """
 import json, sys, time
 import httpx
@@ -49,7 +48,7 @@ with httpx.Client(timeout=600) as client:
 
 
 class Bench:
-    """A server in a thread, a client in a process, and the engine behind the one for the other to be compared with."""
+    """A server in a thread, a client in a process, and direct access to the server's engine."""
 
     def __init__(self, load: Callable[[], LLM], num_tokens: int) -> None:
         settings = ServerSettings(port=0)
@@ -63,12 +62,12 @@ class Bench:
             if time.monotonic() > deadline or not self.thread.is_alive():
                 raise SystemExit(f"the server is {self.lifecycle.state}: {self.lifecycle.failure}")
             time.sleep(0.05)
-        assert self.lifecycle.service is not None, "there when it is ready"
+        assert self.lifecycle.service is not None, "set when the server is ready"
         self.service = self.lifecycle.service
         self.prompt_ids = self.service.tokenizer(PROMPT)["input_ids"]
         self.params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        # A session of its own: Ctrl-C is for this process, which then ends the client.
+        # In its own session, so that Ctrl-C reaches this process only, which then ends the client.
         self.client = subprocess.Popen(
             [sys.executable, "-c", CLIENT, url],
             stdin=subprocess.PIPE,
@@ -83,11 +82,11 @@ class Bench:
         self.server.stop()
         self.thread.join(30)
 
-    def _in_the_loop(self, coroutine: Coroutine[Any, Any, float]) -> float:
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, float]) -> float:
         assert self.server._loop is not None, "the server runs"
         return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result()
 
-    # The three ways, each in tokens/s ---------------------------------------------------------------------------------
+    # Three ways to complete the prompt, each in tokens per second -----------------------------------------------------
 
     def engine(self) -> float:
         engine = self.service.engine._engine
@@ -100,7 +99,7 @@ class Bench:
                 outputs += engine.step()
             return len(outputs[0].outputs[0].token_ids) / (time.perf_counter() - started)
 
-        return self._in_the_loop(self.service.engine._ask(run))
+        return self._run_in_loop(self.service.engine._ask(run))
 
     def async_engine(self) -> float:
         async def run() -> float:
@@ -109,7 +108,7 @@ class Bench:
                 num_tokens += len(update.token_ids)
             return num_tokens / (time.perf_counter() - started)
 
-        return self._in_the_loop(run())
+        return self._run_in_loop(run())
 
     def http(self) -> float:
         body = {
@@ -127,7 +126,7 @@ class Bench:
 
 
 def measured(way: Callable[[], float], num_tokens: int) -> dict[str, float]:
-    """Tokens/s of one answer, and the milliseconds of processor time that this process took for each token of it."""
+    """Tokens per second of one completion, and milliseconds of CPU time of this process per token."""
     before = time.process_time()
     speed = way()
     return {"speed": speed, "processor_ms": (time.process_time() - before) * 1000 / num_tokens}
@@ -135,13 +134,13 @@ def measured(way: Callable[[], float], num_tokens: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", help="a directory or a name; by default the embedded target")
-    parser.add_argument("--drafter", default="auto", help="a directory; by default the one that ships for the target")
+    parser.add_argument("--target", help="directory or name; default: the embedded target")
+    parser.add_argument("--drafter", default="auto", help="directory; default: the drafter that ships with the target")
     parser.add_argument("--num-draft-tokens", type=int, default=3)
-    parser.add_argument("--num-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--num-tokens", type=int, default=128, help="tokens per completion")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=0.05, help="of the cost of HTTP")
-    parser.add_argument("--json", type=Path, help="write the rounds here too")
+    parser.add_argument("--limit", type=float, default=0.05, help="maximum cost of HTTP")
+    parser.add_argument("--json", type=Path, help="also write the rounds to this file")
     options = parser.parse_args()
 
     def load() -> LLM:
@@ -164,7 +163,7 @@ def main() -> int:
     if len(rounds) < 2:
         return 130
     costs = {name: [1 - each[name]["speed"] / each["engine"]["speed"] for each in rounds] for name in names}
-    print(f"{'':<14}{'tokens/s':>10}{'cost':>8}{'quartiles':>16}{'processor ms/token':>21}")
+    print(f"{'':<14}{'tokens/s':>10}{'cost':>8}{'quartiles':>16}{'CPU ms/token':>21}")
     for name in names:
         speed, processor = (
             statistics.median(each[name][what] for each in rounds) for what in ("speed", "processor_ms")

@@ -1,13 +1,13 @@
-"""Our product kernel beside torch's, by weight and number of rows: what cuts kernels/skinny_linear.py may take.
+"""Time our skinny matrix product against torch's, to choose the entries of kernels/tilings.py. Needs a GPU.
 
     python benchmarks/products.py [--weights 960x576 576x576+ 3072x576g ...] [--rows 8 64 256 512] [--keep 3]
     python benchmarks/products.py --steps 8 32 64 [--num-draft-tokens 7]
 
 A weight is output columns x input columns; + adds a residual to the product, g gates its halves, as in a decoder layer.
-Each time is that of one product in a chain, recorded as a CUDA graph, of as many weights as no cache holds. Torch's
-gate is compiled and counted; its sum is not, because the norm that follows does it. `--steps` then takes the fastest
-tilings into the engine and measures whole decode steps of the embedded target and its drafter, without and with them,
-because what wins alone may crowd out its neighbors. Wants a GPU.
+Each time is per product, in a CUDA graph of so many weights that they do not fit into the L2 cache. Torch's gate is
+compiled and timed; its residual sum is not, because the norm behind it does the sum. A tiling that wins alone may lose
+next to other kernels: `--steps` times whole decode steps of the embedded target and its drafter, without and with the
+fastest tilings.
 """
 
 import argparse
@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peagle.engine.graphs import record, replay_seconds
 from peagle.engine.llm import LLM
 from peagle.kernels import skinny_linear, skinny_linear_triton
-from peagle.kernels.skinny_linear import FEW_ROWS, Tiling
+from peagle.kernels.tilings import FEW_ROWS
+from peagle.kernels.tilings import LinearTiling as Tiling
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.worker.graphs import capture, replay_seconds
 
-CACHE_BYTES = 200 << 20  # of weights in a chain: four times what an H200 keeps
-SHARED_BYTES = 200 << 10  # of a program's steps in flight
+CACHE_BYTES = 200 << 20  # weights per graph: four times the L2 cache of an H200
+SHARED_BYTES = 200 << 10  # shared memory per CTA for its pipeline stages
 USUAL_WEIGHTS = ("960x576", "576x576+", "3072x576g", "576x1536+", "960x1152")  # of SmolLM2 and its drafter
 NUM_REPLAYS = 10
 NUM_TRIES = 5
@@ -38,7 +39,7 @@ class Weight(NamedTuple):
     num_columns: int
     size: int
     kind: str
-    """"+" for a sum with a residual, "g" for a gate, or neither"""
+    """"+": adds a residual; "g": gated; else empty"""
 
     @classmethod
     def parse(cls, text: str) -> "Weight":
@@ -60,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     weights = [Weight.parse(text) for text in USUAL_WEIGHTS]
     parser.add_argument("--weights", nargs="+", type=Weight.parse, default=weights, help=" ".join(USUAL_WEIGHTS))
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64, 256, 512])
-    parser.add_argument("--keep", type=int, default=3, help="tilings to print for each, the fastest first")
+    parser.add_argument("--keep", type=int, default=3, help="tilings to print per weight, the fastest first")
     parser.add_argument("--steps", nargs="*", type=int, default=[], metavar="BATCH", help="also measure whole steps")
     parser.add_argument("--num-draft-tokens", type=int, default=7)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("it measures a GPU, and there is none")
+        parser.error("this benchmark needs a GPU")
     fastest: dict[tuple[int, int], dict[int, Tiling]] = {}
     print(f"{'weight':>12} {'rows':>5} {'torch us':>9} {'ours us':>8}  tiling", flush=True)
     for weight, num_rows in itertools.product(arguments.weights, arguments.rows):
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(weight: Weight, num_rows: int) -> tuple[float, list[tuple[float, Tiling]]]:
-    """Seconds of torch's product, and of ours by tiling, the fastest first."""
+    """Seconds of torch's product, and of ours per tiling, the fastest first."""
     num_weights = max(4, CACHE_BYTES // (2 * weight.num_columns * weight.size))
     shape = (num_weights, weight.num_columns, weight.size)
     chain = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / weight.size**0.5
@@ -96,7 +97,7 @@ def compare(weight: Weight, num_rows: int) -> tuple[float, list[tuple[float, Til
 
         try:
             ours.append((seconds_each(lambda product=product: [product(one) for one in chain]) / num_weights, tiling))  # type: ignore[misc]
-        except Exception as error:  # a cut that does not fit this GPU
+        except Exception as error:  # a tiling that does not fit this GPU
             print(f"{tiling}: {str(error).splitlines()[0]}", flush=True)
     return theirs, sorted(ours)
 
@@ -108,7 +109,7 @@ def _gate(y: Tensor) -> Tensor:
 
 
 def candidates(weight: Weight, num_rows: int) -> Iterator[Tiling]:
-    """Cuts that use the GPU's width without drowning it, and whose steps in flight fit."""
+    """Tilings with a fifth to eight CTAs per SM, and at least two pipeline stages."""
     width = torch.cuda.get_device_properties("cuda").multi_processor_count
     num_halves = 2 if weight.kind == "g" else 1
     for rows, columns, step, num_warps in itertools.product((16, 32, 64, 128), (16, 32, 64), (64, 128), (4, 8)):
@@ -123,20 +124,25 @@ def candidates(weight: Weight, num_rows: int) -> Iterator[Tiling]:
 
 
 def seconds_each(run: Callable[[], object]) -> float:
-    """Of a replay, the fastest of some."""
-    replay = record(run, torch.cuda.graph_pool_handle())
+    """Seconds per replay, the fastest of some."""
+    replay = capture(run, torch.cuda.graph_pool_handle())
     return min(replay_seconds(replay, NUM_REPLAYS) for _ in range(NUM_TRIES))
 
 
 def compare_steps(batches: list[int], num_draft_tokens: int, fastest: dict[tuple[int, int], dict[int, Tiling]]) -> None:
-    """Milliseconds of a decode step, of its verification and of its draft, by requests; as it is and with `fastest`."""
+    """Print milliseconds per decode step, and of its halves, with the current tilings and with `fastest`."""
     target = load_target(None)
     print(f"\n{'':>10} {'requests':>8} {'step ms':>8} {'verify':>7} {'draft':>6}", flush=True)
-    measure_steps("as it is", target, batches, num_draft_tokens)
+    measure_steps("current", target, batches, num_draft_tokens)
     usual_product, usual_rows = skinny_linear_triton.skinny_linear_triton, skinny_linear.most_rows
 
     def product(
-        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, usual: Tiling
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: str | None,
+        usual: Tiling,
     ) -> Tensor:
         measured = fastest.get((weight.shape[0], weight.shape[1]), {})
         enough = [rows for rows in measured if rows >= len(x) > FEW_ROWS]
@@ -148,9 +154,9 @@ def compare_steps(batches: list[int], num_draft_tokens: int, fastest: dict[tuple
 
     skinny_linear_triton.skinny_linear_triton = product  # type: ignore[assignment]  # its parameters have other names
     skinny_linear.most_rows = most_rows
-    torch._dynamo.reset()  # what was compiled has the old limits in it
+    torch._dynamo.reset()  # compiled code has the old limits baked in
     try:
-        measure_steps("with these", target, batches, num_draft_tokens)
+        measure_steps("fastest", target, batches, num_draft_tokens)
     finally:
         skinny_linear_triton.skinny_linear_triton, skinny_linear.most_rows = usual_product, usual_rows
 
@@ -159,7 +165,7 @@ def measure_steps(name: str, target: HFTarget, batches: list[int], num_draft_tok
     with LLM(target, "auto", num_draft_tokens, max_batch=max(batches), max_length=1024, prefill_tokens=256) as llm:
         for batch in batches:
             times = llm.engine.step_times(batch)
-            assert times is not None, "asked on a GPU"
+            assert times is not None, "this runs on a GPU"
             step, verify, draft = (1000 * seconds for seconds in times)
             print(f"{name:>10} {batch:>8} {step:>8.3f} {verify:>7.3f} {draft:>6.3f}", flush=True)
 

@@ -1,11 +1,11 @@
-"""What a JSON schema does to acceptance: the same prompts with and without it, by the embedded target and its drafter.
+"""Effect of a JSON schema on acceptance: the same prompts with and without it, on the embedded target and its drafter.
 
     python benchmarks/schema_acceptance.py [--num-draft-tokens 5] [--temperature 0] [--json OUT.json]
 
-Every prompt shows the object that it asks for, so that a good plain answer is JSON too. Acceptance length is counted
-over all drafts of some prompts: of each schema, of all, and of those whose plain answer fits the schema by itself,
-where the two ways write much the same and the comparison is strictest. The exit status is 1 if an answer by a schema
-does not parse and fit, or if the schema lowers the acceptance length of all prompts or of the strict ones.
+Every prompt shows an example of the object, so that a good plain completion is JSON too. The acceptance length is
+reported per schema, over all prompts, and over the prompts whose plain completion matches the schema: there the two
+outputs are almost the same, and the comparison is strictest. The exit status is 1 if a completion with a schema does
+not match it, or if the schema lowers the acceptance length over all prompts or over the strict ones.
 """
 
 import argparse
@@ -23,45 +23,50 @@ from peagle.sampling_params import Grammar
 Schema = dict[str, Any]
 
 
-def described(properties: Schema) -> Schema:
+def object_schema(properties: Schema) -> Schema:
     """An object of exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def whole(most: int) -> Schema:
+def integer_schema(most: int) -> Schema:
     return {"type": "integer", "minimum": 0, "maximum": most}
 
 
-def text(most: int) -> Schema:
+def string_schema(most: int) -> Schema:
     return {"type": "string", "maxLength": most}
 
 
 SUBJECTS: dict[str, tuple[Schema, str, tuple[str, ...]]] = {
     "city": (
-        described(
-            {"city": text(30), "country": text(30), "population": whole(99_999_999), "is_capital": {"type": "boolean"}}
+        object_schema(
+            {
+                "city": string_schema(30),
+                "country": string_schema(30),
+                "population": integer_schema(99_999_999),
+                "is_capital": {"type": "boolean"},
+            }
         ),
         '{"city": "Rome", "country": "Italy", "population": 2800000, "is_capital": true}',
         ("Paris", "New York", "Tokyo", "Sydney", "Cairo", "Berlin"),
     ),
     "animal": (
-        described(
+        object_schema(
             {
-                "animal": text(30),
-                "legs": whole(99),
+                "animal": string_schema(30),
+                "legs": integer_schema(99),
                 "habitat": {"enum": ["land", "water", "air"]},
-                "foods": {"type": "array", "items": text(20), "minItems": 1, "maxItems": 3},
+                "foods": {"type": "array", "items": string_schema(20), "minItems": 1, "maxItems": 3},
             }
         ),
         '{"animal": "cow", "legs": 4, "habitat": "land", "foods": ["grass", "hay"]}',
         ("a cat", "a shark", "an eagle", "a horse", "a spider", "a frog"),
     ),
     "review": (
-        described(
+        object_schema(
             {
                 "rating": {"enum": ["good", "bad"]},
                 "stars": {"type": "integer", "minimum": 1, "maximum": 5},
-                "reason": text(80),
+                "reason": string_schema(80),
             }
         ),
         '{"rating": "good", "stars": 4, "reason": "It works well and is easy to clean."}',
@@ -75,11 +80,13 @@ SUBJECTS: dict[str, tuple[Schema, str, tuple[str, ...]]] = {
         ),
     ),
     "event": (
-        described(
+        object_schema(
             {
-                "title": text(40),
-                "date": described({"day": {"type": "integer", "minimum": 1, "maximum": 31}, "month": text(9)}),
-                "people": {"type": "array", "items": text(20), "minItems": 1, "maxItems": 4},
+                "title": string_schema(40),
+                "date": object_schema(
+                    {"day": {"type": "integer", "minimum": 1, "maximum": 31}, "month": string_schema(9)}
+                ),
+                "people": {"type": "array", "items": string_schema(20), "minItems": 1, "maxItems": 4},
             }
         ),
         '{"title": "Dinner", "date": {"day": 3, "month": "March"}, "people": ["Ann", "Bob"]}',
@@ -96,8 +103,8 @@ SUBJECTS: dict[str, tuple[Schema, str, tuple[str, ...]]] = {
 
 
 @dataclass
-class Account:
-    """What the answers to some prompts came to."""
+class Totals:
+    """Totals over the completions of some prompts."""
 
     acceptance: Acceptance
     num_prompts: int = 0
@@ -105,16 +112,16 @@ class Account:
     num_tokens: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: "Account") -> "Account":
-        return Account(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass
 class Comparison:
-    """The same prompts in both ways."""
+    """The same prompts with and without a schema."""
 
-    plain: Account
-    schema: Account
+    plain: Totals
+    schema: Totals
 
     def __add__(self, other: "Comparison") -> "Comparison":
         return Comparison(self.plain + other.plain, self.schema + other.schema)
@@ -133,7 +140,7 @@ def parses_and_fits(answer: str, schema: Schema) -> bool:
 
 
 def fits(found: Any, schema: Schema) -> bool:
-    """Whether a value is one of a schema's; for the keywords that stand above."""
+    """Whether a value matches a schema; supports the keywords used above."""
     if "enum" in schema:
         return found in schema["enum"]
     match schema["type"]:
@@ -155,10 +162,10 @@ def fits(found: Any, schema: Schema) -> bool:
             return isinstance(found, str) and len(found) <= schema["maxLength"]
 
 
-def answer(llm: peagle.LLM, messages: list[dict[str, str]], schema: Schema, params: peagle.SamplingParams) -> Account:
+def answer(llm: peagle.LLM, messages: list[dict[str, str]], schema: Schema, params: peagle.SamplingParams) -> Totals:
     started = time.perf_counter()
     (output,) = llm.chat(messages, params)
-    return Account(
+    return Totals(
         output.metrics.acceptance,
         num_prompts=1,
         num_fitting=int(parses_and_fits(output.text, schema)),
@@ -168,8 +175,8 @@ def answer(llm: peagle.LLM, messages: list[dict[str, str]], schema: Schema, para
 
 
 def compare(llm: peagle.LLM, max_tokens: int, temperature: float) -> dict[str, Comparison]:
-    """A comparison for each schema, for the prompts whose plain answers fit, and for all."""
-    nothing = Account(Acceptance(0, (0,) * llm.engine.num_draft_tokens))
+    """A comparison per schema, for the prompts whose plain completion matches, and for all."""
+    nothing = Totals(Acceptance(0, (0,) * llm.engine.num_draft_tokens))
     found = {name: Comparison(nothing, nothing) for name in (*SUBJECTS, "plain fits", "all")}
     for name, (schema, example, subjects) in SUBJECTS.items():
         free = peagle.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
@@ -189,7 +196,7 @@ def main() -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", type=Path, help="write the counts here too")
+    parser.add_argument("--json", type=Path, help="also write the counts to this file")
     options = parser.parse_args()
     with peagle.LLM(num_draft_tokens=options.num_draft_tokens, max_batch=1, max_length=512) as llm:
         found = compare(llm, options.max_tokens, options.temperature)

@@ -1,12 +1,12 @@
-"""What training costs and what its settings bring: the tables of docs/guides/train.md and docs/log.md.
+"""Measures training memory and the effect of settings: the tables of docs/guides/train.md and docs/log.md.
 
     python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8]
     python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base retention ...]
 
-`memory` trains a drafter of random weights on one row of random ids, a few steps for each number of segments, and
-prints what the planner counted beside what the GPU held. `ablations` trains one drafter for each change of a setting,
-from noise, on the same text in the same order, and prints loss and replayed acceptance; the drafters that are there
-already are not trained again, so that it can be stopped and go on. Both want a GPU, and need no command line library.
+`memory` trains a random drafter for a few steps on one sequence of random ids, for each number of segments, and prints
+planned and measured memory. `ablations` trains one drafter per changed setting from random init, on the same data in
+the same order, and prints loss and replayed acceptance. Finished drafters are skipped, so rerun it to resume. Both need
+a GPU.
 """
 
 import argparse
@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from peagle.bench.bandwidth import dummy_target
-from peagle.drafter.card import read_card
+from peagle.checkpoint.card import read_card
+from peagle.data.conversations import Conversation
+from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
 from peagle.training.features import features_for
+from peagle.training.initial_drafter import check_initial_drafter, initial_drafter
 from peagle.training.planner import GIB, Sizes, estimate
 from peagle.training.resume import RunState
 from peagle.training.run import OBJECTIVES, train_drafter
-from peagle.training.start import check_start, starting_drafter
 from peagle.training.trainer import Trainer
 
 NUM_MEASURED_STEPS = 3
@@ -50,7 +50,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "depth-weights": {"depth_weights": tuple(0.8**depth for depth in range(NUM_DRAFT_TOKENS))},
     "from-target": {"init": "target"},
     "kl": {"loss": "kl"},
-    "muon": {"optimizer": "muon"},
 }
 
 
@@ -58,20 +57,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     memory = actions.add_parser("memory", help="planned and measured memory by number of segments")
-    memory.add_argument("--shape", default="llama-8b", help="a shape of `peagle bench --dummy`, or a config.json")
-    memory.add_argument("--length", type=int, default=20_000, help="tokens of the row")
+    memory.add_argument("--shape", default="llama-8b", help="shape of `peagle bench --dummy`, or a config.json")
+    memory.add_argument("--length", type=int, default=20_000, help="tokens of the sequence")
     memory.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 4, 8])
     memory.add_argument("--num-layers", type=int, default=4)
-    ablations = actions.add_parser("ablations", help="one drafter for each change of a setting")
+    ablations = actions.add_parser("ablations", help="one drafter per changed setting")
     ablations.add_argument("--data", type=Path, required=True, help="shards of `peagle data`")
-    ablations.add_argument("--held-out", type=Path, default=None, help="by default some of the data's own answers")
+    ablations.add_argument("--held-out", type=Path, default=None, help="default: some of the data's answers")
     ablations.add_argument("--output", type=Path, required=True)
-    ablations.add_argument("--target", default=None, help="by default the embedded target")
+    ablations.add_argument("--target", default=None, help="default: the embedded target")
     ablations.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES))
     ablations.add_argument("--num-steps", type=int, default=500)
     ablations.add_argument("--batch-size", type=int, default=64)
     ablations.add_argument("--max-length", type=int, default=512)
-    ablations.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of every run: TrainConfig")
+    ablations.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="TrainConfig of every run")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level="INFO", format="%(message)s")
     if arguments.action == "memory":
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare_memory(arguments: argparse.Namespace) -> None:
     target = dummy_target(arguments.shape)
-    rows = [f"{'segments':>8}  {'planned':>9}  {'measured':>9}  {'s a step':>8}"]
+    rows = [f"{'segments':>8}  {'planned':>9}  {'measured':>9}  {'s/step':>8}"]
     print(rows[0], flush=True)
     for num_partitions in arguments.partitions:
         planned, measured, seconds = train_on_one_row(target, arguments, num_partitions)
@@ -95,7 +94,7 @@ def compare_memory(arguments: argparse.Namespace) -> None:
 def train_on_one_row(
     target: HFTarget, arguments: argparse.Namespace, num_partitions: int
 ) -> tuple[int, int | None, float]:
-    """Bytes planned, bytes held at most (None on a CPU), and the seconds of the fastest step."""
+    """Planned bytes, peak bytes (None on a CPU), and seconds of the fastest step."""
     length = arguments.length
     token_ids = np.random.default_rng(0).integers(0, target.vocab_size, length).astype(np.int32)
     conversations = [Conversation(token_ids, np.arange(length) >= length // 20, 1)]
@@ -113,8 +112,8 @@ def train_on_one_row(
             num_steps=NUM_MEASURED_STEPS,
             log_every=1,
         )
-        check_start(target, config)
-        drafter = starting_drafter(target, config, None)
+        check_initial_drafter(target, config)
+        drafter = initial_drafter(target, config, None)
         features_of = features_for(target, config, conversations, World())
         trainer = Trainer(drafter, OBJECTIVES[config.method](drafter, config), features_of, config, RunState(config))
         planned = estimate(Sizes.of(target, drafter, config), config, 1, num_partitions).total
@@ -157,7 +156,7 @@ def print_metrics(step: int, metrics: dict[str, Any] | None) -> None:
 
 def _row(name: str, directory: Path) -> str:
     card = read_card(directory)
-    assert card is not None, "every drafter that is trained here has one"
+    assert card is not None, "trained drafters have one"
     lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "loss" in line][-1]
     replayed = card.acceptance.get("held_out_replay", {"acceptance_length": float("nan"), "per_position": []})

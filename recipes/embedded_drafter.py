@@ -1,43 +1,37 @@
-"""How the drafters that ship for the embedded target were made: the target writes, answers, and is imitated.
+"""How the drafters that ship for the embedded target were trained.
 
     python recipes/embedded_drafter.py synthesize --work runs/embedded --seconds 200 --given gsm8k_train.jsonl
     python recipes/embedded_drafter.py answer     --work runs/embedded --prompts mt_bench=question.jsonl ...
     python recipes/embedded_drafter.py train      --work runs/embedded --settings num_steps=6000
     python recipes/embedded_drafter.py replay     --work runs/embedded
 
-Those that ship had 7,800 steps in three runs, the first with KL and all labels (docs/log.md). The same as `peagle data`
-and `peagle train` with these settings, for machines where nothing can be installed: it needs only torch, transformers,
-numpy and safetensors. Wants one GPU. A stopped stage goes on when it is started again.
+The shipped drafters took 7,800 steps in three runs, the first with KL and all labels (docs/log.md). This script does
+what `peagle data` and `peagle train` do with these settings, but needs only torch, transformers, numpy and safetensors.
+Needs one GPU. Rerun an interrupted stage and it resumes.
 """
 
 import argparse
-import dataclasses
 import json
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.bench.workloads import read_dialogs
-from peagle.drafter.card import TargetIdentity
-from peagle.drafter.checkpoint import load_drafter
-from peagle.engine.feed import Feed
+from peagle.checkpoint.native import load_drafter
+from peagle.data.config import RegenerationConfig, SynthesisConfig, Until
+from peagle.data.conversations import read_conversations
+from peagle.data.prompts import read_dialogs
+from peagle.data.regeneration import answer_dialogs
+from peagle.data.synthesis import write_synthesis
+from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import read_conversations
-from peagle.training.generation import RegenerationConfig, SynthesisConfig, Until, describe_file
-from peagle.training.regeneration import regenerate
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
-from peagle.training.shard_writer import ShardWriter
-from peagle.training.synthesis import synthesize
 
-NUM_HELD_OUT = 96  # greedy answers of the synthesis kept aside to watch the training by
-NUM_ANSWER_TOKENS = 256  # of the greedy answers to the sets that are replayed
-NUM_REPLAYED = 80  # prompts of each of those sets
-SECONDS_BETWEEN_REPORTS = 20
+NUM_HELD_OUT = 96  # greedy answers held out to measure acceptance during training
+NUM_ANSWER_TOKENS = 256  # per greedy answer of the replayed sets
+NUM_REPLAYED = 80  # prompts per replayed set
 TRAINING: dict[str, Any] = {
     "num_layers": 4,
     "num_draft_tokens": 8,
@@ -53,16 +47,16 @@ REPLAYED_DEPTHS = (3, 5, 7)
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=["synthesize", "answer", "train", "replay"])
-    parser.add_argument("--work", type=Path, required=True, help="directory of the run's files")
-    parser.add_argument("--target", default=None, help="a directory or GGUF file; by default the embedded target")
+    parser.add_argument("--work", type=Path, required=True, help="working directory")
+    parser.add_argument("--target", default=None, help="directory or GGUF file (default: the embedded target)")
     parser.add_argument("--given", type=Path, nargs="*", default=[], help="prompt files the target also answers")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE", help="sets to replay, 80 of each")
     parser.add_argument("--seconds", type=float, default=200)
-    parser.add_argument("--num-tokens", type=int, default=None, help="stop at so many answer tokens")
-    parser.add_argument("--max-batch", type=int, default=None, help="by default 1024 on a GPU, 16 on a CPU")
+    parser.add_argument("--num-tokens", type=int, default=None, help="stop at this many answer tokens")
+    parser.add_argument("--max-batch", type=int, default=None, help="default: 1024 on a GPU, 16 on a CPU")
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--strict", action="store_true", help="drop answers that reach max-length or loop")
-    parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of the training: TrainConfig")
+    parser.add_argument("--strict", action="store_true", help="drop truncated and looping answers")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of TrainConfig")
     parser.add_argument("--output", default="drafter", help="name of the drafter's directory inside --work")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level="INFO", format="%(message)s")
@@ -87,16 +81,9 @@ def write_training_text(target: HFTarget, arguments: argparse.Namespace) -> None
     )
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
     until = Until(seconds=arguments.seconds, num_tokens=arguments.num_tokens)
-    identity = TargetIdentity.of(target)
-    settings = dataclasses.asdict(config) | {"given": [describe_file(path) for path in arguments.given]}
-    with (
-        ShardWriter(arguments.work / "data", "synthesize", identity, settings) as writer,
-        ShardWriter(arguments.work / "data" / "held_out", "synthesize", identity, settings) as held_out,
-        Feed(target, max_length=arguments.max_length, max_batch=arguments.max_batch) as feed,
-    ):
-        counts = synthesize(feed, writer, held_out, config, until, given, reporter())
-        writer.finish()
-        held_out.finish()
+    settings = config.described(*arguments.given)
+    output = arguments.work / "data"
+    counts = write_synthesis(target, output, config, until, given, settings, max_batch=arguments.max_batch)
     print(f"synthesized {counts}", flush=True)
 
 
@@ -104,15 +91,12 @@ def write_answers(target: HFTarget, arguments: argparse.Namespace) -> None:
     config = RegenerationConfig(
         max_length=arguments.max_length, max_answer_tokens=NUM_ANSWER_TOKENS, max_turns=1, temperatures=(0.0,)
     )
-    identity = TargetIdentity.of(target)
-    with Feed(target, max_length=arguments.max_length, max_batch=arguments.max_batch) as feed:
-        for name, path in (pair.split("=", 1) for pair in arguments.prompts):
-            dialogs = read_dialogs(path, limit=NUM_REPLAYED)
-            settings = config.described(Path(path), limit=NUM_REPLAYED)
-            with ShardWriter(arguments.work / f"answers-{name}", "regenerate", identity, settings) as writer:
-                counts = regenerate(feed, writer, dialogs, config)
-                writer.finish()
-            print(f"{name}: {counts['num_rows']} answers of {len(dialogs)} prompts", flush=True)
+    for name, path in (pair.split("=", 1) for pair in arguments.prompts):
+        dialogs = read_dialogs(path, limit=NUM_REPLAYED)
+        settings = config.described(Path(path), limit=NUM_REPLAYED)
+        output = arguments.work / f"answers-{name}"
+        counts = answer_dialogs(target, dialogs, output, config, settings, max_batch=arguments.max_batch)
+        print(f"{name}: {counts['num_rows']} answers of {len(dialogs)} prompts", flush=True)
 
 
 def train(target: HFTarget, arguments: argparse.Namespace) -> None:
@@ -143,19 +127,6 @@ def replay_sets(target: HFTarget, arguments: argparse.Namespace) -> None:
             shares = " ".join(f"{share:.3f}" for share in result.per_position)
             name = f"{path.name} K={num_draft_tokens}"
             print(f"{name} AL={result.acceptance_length:.3f} per position {shares}", flush=True)
-
-
-def reporter() -> Callable[[dict[str, Any]], None]:
-    started = last = time.monotonic()
-
-    def report(counts: dict[str, Any]) -> None:
-        nonlocal last
-        if time.monotonic() - last > SECONDS_BETWEEN_REPORTS:
-            last = time.monotonic()
-            rate = counts["num_answer_tokens"] / (last - started)
-            print(f"{last - started:.0f} s: {counts}, {rate:.0f} answer tokens/s", flush=True)
-
-    return report
 
 
 if __name__ == "__main__":

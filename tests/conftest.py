@@ -1,32 +1,33 @@
-"""Seeds and thread counts, so that a test gives the same numbers alone, in company and on any machine."""
+"""Seeds and thread counts: a test gives the same numbers alone, with other tests and on any machine."""
 
 import os
 import random
 import signal
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The tests' models are so small that handing work to a second thread costs more than it saves; and several tests run
-# at a time. In the environment, so that commands which tests start keep to it as well.
+# The test models are tiny: a second thread costs more than it saves, and several tests run at once. Set in the
+# environment, so that the commands that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest
 import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background jobs ignore Ctrl-C, and so would every command that a test starts and then interrupts.
+    # Background jobs of a shell ignore SIGINT, and the commands that tests start and interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
-    # Where there is no GPU, Triton's kernels run in its interpreter. Triton reads this when a kernel is decorated, its
-    # own library's among them, so it is set before anything imports triton.
+    # Without a GPU, Triton's interpreter runs the kernels. Triton reads the variable when a kernel is decorated, so it
+    # must be set before the first import of triton.
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The documents' blocks take longest by far and stay in one process: begun last, they would be waited for."""
+    """Start the documents' blocks first: they take longest, and the other tests fill the time beside them."""
     items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 

@@ -13,42 +13,64 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# `errors` stands below the leaves of row 1, because a leaf too must be able to refuse a value.
-ROWS = {
-    "cli": 6,
-    "server": 5,
-    "bench": 5,
-    "deploy": 5,
-    "engine": 4,
-    "training": 4,
-    "export": 4,
+# A package imports only from lower floors.
+FLOORS = {
+    "cli": 13,
+    "sagemaker": 12,
+    "training": 11,
+    "bench": 11,
+    "vllm": 11,
+    "objective": 10,
+    "server": 10,
+    "compare": 10,
+    "data": 9,
+    "engine": 8,
+    "worker": 7,
+    "scheduling": 6,
+    "checkpoint": 5,
+    "decoding": 5,
+    "drafter": 4,
     "targets": 3,
-    "drafter": 3,
-    "decoding": 3,
     "kernels": 2,
     "config": 1,
+    "host_memory": 1,
     "sampling_params": 1,
     "tokenizer": 1,
-    "json_rows": 1,
     "provenance": 1,
     "errors": 0,
 }
-TORCH_FREE_ROWS = {6, 5, 1, 0}
+TORCH_FREE_AREAS = {
+    "bench",
+    "cli",
+    "config",
+    "errors",
+    "host_memory",
+    "provenance",
+    "sagemaker",
+    "sampling_params",
+    "scheduling",
+    "server",
+    "tokenizer",
+    "vllm",
+}
 TORCH_FREE_MODULES = {
     "peagle",
+    "peagle.checkpoint.card",
+    "peagle.checkpoint.config_json",
+    "peagle.checkpoint.layouts",
+    "peagle.data.json_rows",
+    "peagle.data.prompts",
     "peagle.drafter.config",
-    "peagle.engine.draft_cost",
-    "peagle.engine.pages",
-    "peagle.engine.request",
-    "peagle.engine.scheduler",
+    "peagle.objective.config",
     "peagle.targets.catalog",
-    "peagle.training.config",
+    "peagle.targets.catalog_report",
 }
 # transformers is slow to import and loads torch; safetensors itself is light, its torch half is not.
 HEAVY = ("torch", "transformers", "accelerate", "triton", "safetensors.torch")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FILE_LINES = (400, 600)
 FUNCTION_LINES = (60, 100)
+PACKAGE_LINES, PACKAGE_FILES = 3000, 20
 README_LINES = 150
 
 
@@ -62,7 +84,7 @@ class Source:
 
     @property
     def area(self) -> str:
-        """The row entry it belongs to: "drafter" for peagle.drafter.slots, "" for peagle itself."""
+        """The entry of FLOORS it belongs to: "drafter" for peagle.drafter.slots, "" for peagle itself."""
         return area_of(self.module)
 
 
@@ -133,8 +155,8 @@ def layer_complaints(sources: list[Source]) -> list[str]:
     for source in sources:
         if source.module in {"peagle", "peagle.__main__"}:  # the two doors into the package; nothing imports them
             continue
-        if source.area not in ROWS:
-            complaints.append(f"{source.module}: {source.area!r} has no row; give it one or move the file")
+        if source.area not in FLOORS:
+            complaints.append(f"{source.module}: {source.area!r} has no floor; give it one or move the file")
             continue
         for found in imports_of(source):
             complaints += _layer_complaints_of_import(source, found)
@@ -146,21 +168,21 @@ def _layer_complaints_of_import(source: Source, found: Import) -> Iterator[str]:
     if found.module == "peagle":
         imported = [name for name in found.names if name != "__version__"] if found.names else ["peagle"]
         for name in imported:
-            if name not in ROWS:
+            if name not in FLOORS:
                 yield f"{where}: takes {name!r} through the package's front door; import it from its own module"
     elif found.module.startswith("peagle."):
         imported = [area_of(found.module)]
     else:
         return
     for area in imported:
-        if area == source.area or (area not in ROWS and found.module == "peagle"):
+        if area == source.area or (area not in FLOORS and found.module == "peagle"):
             continue
-        if area not in ROWS:
-            yield f"{where}: imports peagle.{area}, which has no row"
-        elif ROWS[area] == ROWS[source.area]:
-            yield f"{where}: imports {area!r}, which is on the same row ({ROWS[area]})"
-        elif ROWS[area] > ROWS[source.area]:
-            yield f"{where}: row {ROWS[source.area]} imports {area!r} of row {ROWS[area]}; imports go down only"
+        if area not in FLOORS:
+            yield f"{where}: imports peagle.{area}, which has no floor"
+        elif FLOORS[area] == FLOORS[source.area]:
+            yield f"{where}: imports {area!r}, which is on the same floor ({FLOORS[area]})"
+        elif FLOORS[area] > FLOORS[source.area]:
+            yield f"{where}: floor {FLOORS[source.area]} imports {area!r} of floor {FLOORS[area]}; imports go down only"
 
 
 def torch_complaints(sources: list[Source]) -> list[str]:
@@ -169,7 +191,7 @@ def torch_complaints(sources: list[Source]) -> list[str]:
     loaded = {module: sorted(_loaded_by(source, by_module)) for module, source in by_module.items()}
     complaints = []
     for source in sources:
-        if source.module in TORCH_FREE_MODULES or source.is_package or ROWS.get(source.area) in TORCH_FREE_ROWS:
+        if source.module in TORCH_FREE_MODULES or source.is_package or source.area in TORCH_FREE_AREAS:
             chain = _chain_to_heavy(source.module, loaded)
             if chain:
                 complaints.append(f"{source.module} must not load torch: {' -> '.join(chain)}")
@@ -222,6 +244,47 @@ def size_complaints(sources: list[Source]) -> tuple[list[str], list[str]]:
     return soft, hard
 
 
+def package_complaints(sources: list[Source]) -> list[str]:
+    """Packages with more lines or files than a reader can hold in mind; subpackages count as part of theirs."""
+    complaints = []
+    for area in sorted({source.area for source in sources if source.module.count(".") > 1}):
+        members = [source for source in sources if source.area == area]
+        lines = sum(len(source.text.splitlines()) for source in members)
+        if lines > PACKAGE_LINES:
+            complaints.append(f"peagle.{area}: {lines} lines, the limit is {PACKAGE_LINES}")
+        if len(members) > PACKAGE_FILES:
+            complaints.append(f"peagle.{area}: {len(members)} files, the limit is {PACKAGE_FILES}")
+    return complaints
+
+
+def circle_complaints(sources: list[Source]) -> list[str]:
+    """Files that import each other, directly or through others, wherever the import stands."""
+    by_module = {source.module: source for source in sources}
+    imported = {
+        source.module: {
+            name
+            for found in imports_of(source)
+            for name in (found.module, *(f"{found.module}.{name}" for name in found.names))
+            if name in by_module and not by_module[name].is_package
+        }
+        for source in sources
+        if not source.is_package
+    }
+    complaints = []
+    for module in imported:
+        paths, seen = [[module]], set()
+        while paths:
+            path = paths.pop(0)
+            if module in imported[path[-1]]:
+                if module == min(path):
+                    complaints.append(f"circle of imports: {' -> '.join([*path, module])}")
+                break
+            for name in sorted(imported[path[-1]] - seen):
+                seen.add(name)
+                paths.append([*path, name])
+    return complaints
+
+
 def name_complaints(sources: list[Source]) -> list[str]:
     return [
         f"{source.module}: {part!r} says nothing; name the thing it is about"
@@ -269,6 +332,14 @@ def test_files_and_functions_keep_to_their_budgets(
     expect_none(hard)
 
 
+def test_packages_keep_to_their_size(package: list[Source]) -> None:
+    expect_none(package_complaints(package))
+
+
+def test_no_files_import_each_other(package: list[Source]) -> None:
+    expect_none(circle_complaints(package))
+
+
 def test_no_file_has_a_name_that_says_nothing(everything: list[Source]) -> None:
     expect_none(name_complaints(everything))
 
@@ -280,16 +351,16 @@ def test_readme_fits_its_limit() -> None:
 @pytest.mark.parametrize(
     ("module", "text", "complaint"),
     [
-        ("peagle.drafter.model", "import peagle.training.trainer", "row 3 imports 'training' of row 4"),
-        ("peagle.drafter.model", "def f():\n    from peagle.cli import main", "peagle.drafter.model:2: row 3"),
-        ("peagle.drafter.model", "from peagle.targets.base import Target", "'targets', which is on the same row"),
-        ("peagle.drafter.model", "from peagle import training", "row 3 imports 'training' of row 4"),
+        ("peagle.drafter.model", "import peagle.training.trainer", "floor 4 imports 'training' of floor 11"),
+        ("peagle.drafter.model", "def f():\n    from peagle.cli import main", "peagle.drafter.model:2: floor 4"),
+        ("peagle.decoding.verify", "import peagle.checkpoint.native", "'checkpoint', which is on the same floor"),
+        ("peagle.drafter.model", "from peagle import training", "floor 4 imports 'training' of floor 11"),
         ("peagle.drafter.model", "from peagle import decode", "'decode' through the package's front door"),
-        ("peagle.drafter.model", "from ..engine import step", "row 3 imports 'engine' of row 4"),
-        ("peagle.drafter.model", "f = lambda: import_module('peagle.cli.main')", "row 3 imports 'cli' of row 6"),
-        ("peagle.drafter.model", "import peagle.gadgets", "imports peagle.gadgets, which has no row"),
-        ("peagle.gadgets.model", "", "'gadgets' has no row"),
-        ("peagle.config", "from peagle import provenance", "'provenance', which is on the same row"),
+        ("peagle.drafter.model", "from ..engine import step", "floor 4 imports 'engine' of floor 8"),
+        ("peagle.drafter.model", "f = lambda: import_module('peagle.cli.main')", "floor 4 imports 'cli' of floor 13"),
+        ("peagle.drafter.model", "import peagle.gadgets", "imports peagle.gadgets, which has no floor"),
+        ("peagle.gadgets.model", "", "'gadgets' has no floor"),
+        ("peagle.config", "from peagle import provenance", "'provenance', which is on the same floor"),
     ],
 )
 def test_layer_rule_catches(module: str, text: str, complaint: str) -> None:
@@ -302,11 +373,11 @@ def test_layer_rule_catches(module: str, text: str, complaint: str) -> None:
     [
         "import torch\nfrom peagle import __version__, errors\nfrom peagle.kernels.attention import attend",
         "from peagle.drafter.slots import Slots\nfrom .config import DrafterConfig\nfrom . import vocab",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from peagle.targets.base import Target",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from peagle.targets.hf import HFTarget",
         "import typing\nif typing.TYPE_CHECKING:\n    import peagle.training.trainer",
     ],
 )
-def test_layer_rule_allows_lower_rows_its_own_package_and_type_checking(text: str) -> None:
+def test_layer_rule_allows_lower_floors_its_own_package_and_type_checking(text: str) -> None:
     assert layer_complaints([Source("peagle.drafter.model", text)]) == []
 
 
@@ -362,6 +433,28 @@ def test_size_rule_tells_soft_from_hard() -> None:
     for lines, expected in cases.items():
         soft, hard = size_complaints([Source("peagle.config", function(lines))])
         assert (len(soft), len(hard)) == expected, f"a function of {lines} lines"
+
+
+def test_package_rule_catches_too_many_lines_and_files() -> None:
+    lines = [Source("peagle.engine.a", "x = 1\n" * 2000), Source("peagle.engine.b.c", "x = 1\n" * 1001)]
+    assert package_complaints(lines) == ["peagle.engine: 3001 lines, the limit is 3000"]
+    files = [Source(f"peagle.engine.f{i}", "") for i in range(21)]
+    assert package_complaints(files) == ["peagle.engine: 21 files, the limit is 20"]
+    assert package_complaints([*lines[:1], *files[1:]]) == ["peagle.engine: 21 files, the limit is 20"]
+    assert package_complaints([Source("peagle.tokenizer", "x = 1\n" * 4000)]) == []
+
+
+def test_circle_rule_catches_two_files_and_a_longer_way_round() -> None:
+    two = [Source("peagle.a.x", "from peagle.a import y"), Source("peagle.a.y", "def f():\n    import peagle.a.x")]
+    assert circle_complaints(two) == ["circle of imports: peagle.a.x -> peagle.a.y -> peagle.a.x"]
+    three = [
+        Source("peagle.a.x", "import peagle.a.y"),
+        Source("peagle.a.y", "import peagle.a.z"),
+        Source("peagle.a.z", "import peagle.a.x"),
+    ]
+    (found,) = circle_complaints(three)
+    assert found == "circle of imports: peagle.a.x -> peagle.a.y -> peagle.a.z -> peagle.a.x"
+    assert circle_complaints([*three[:2], Source("peagle.a.z", "import torch")]) == []
 
 
 def test_name_rule_catches_vague_files_and_folders() -> None:

@@ -1,16 +1,18 @@
-"""Every block of README.md and of the guides does what it says.
+"""The documents are true: their commands run, and the files and messages that they name exist.
 
-Blocks tagged `python` run as scripts. In blocks tagged `bash` or `console` each `peagle ...`, `curl ...` and `kill ...`
-line runs, and each `make ...` line must name targets that exist. The blocks of one document share a temporary
-directory and run in order, so that a later one may use what an earlier one wrote, or the server that it started. A
-block that cannot run here says why on the line before it:
+Blocks tagged `python` run as scripts. In blocks tagged `bash` or `console`, each `peagle`, `curl` and `kill` line runs,
+and each `make` line must name existing targets. The blocks of one document share a temporary directory and run in
+order, so a later block may use a file or a server of an earlier one. A block that cannot run here says why on the line
+before it:
 
     <!-- not run: needs a GPU -->
 """
 
+import ast
 import contextlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tour.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LINE_LENGTH = 120
 SHELL_TAGS = {"bash", "console", "sh", "shell"}
 RUN_PROGRAMS = {"peagle", "curl", "kill"}
 COMMAND_TIMEOUT_S = 600
@@ -30,7 +34,7 @@ EXEMPTION = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. `exemption` is None where it must run, otherwise the reason given (possibly empty)."""
+    """One fenced block. `exemption` is None if it must run, otherwise the reason given (possibly empty)."""
 
     line: int
     tag: str
@@ -75,13 +79,13 @@ def makefile_targets() -> set[str]:
 
 
 def make_complaints(command: str) -> list[str]:
-    """Targets named in a `make` command that the Makefile does not have; flags and VAR=value are passed over."""
+    """Targets of a `make` command that the Makefile does not have; flags and VAR=value are ignored."""
     words = [word for word in command.split("#")[0].split()[1:] if not word.startswith("-") and "=" not in word]
     return [f"`{command}`: the Makefile has no target {word!r}" for word in words if word not in makefile_targets()]
 
 
 def run_block(block: Block, directory: Path) -> list[str]:
-    """Run one block in `directory`; the complaints it gives rise to."""
+    """Run one block in `directory`; return what failed."""
     if block.tag == "python":
         return run_command([sys.executable, "-c", block.text], "python block", directory)
     complaints: list[str] = []
@@ -111,8 +115,132 @@ def run_command(arguments: list[str], what: str, directory: Path) -> list[str]:
     return []
 
 
-def test_readme_exists() -> None:
-    assert (ROOT / "README.md").is_file()
+def long_lines(text: str) -> list[int]:
+    """Numbers of lines over the limit, outside tables, code blocks and lines that hold one unbreakable link."""
+    numbers, in_code = [], False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif len(line) > LINE_LENGTH and not in_code and not line.startswith("|") and len(line.split()) > 3:
+            numbers.append(number)
+    return numbers
+
+
+def message_templates() -> list[str]:
+    """Every string in the source, with `...` for the values of f-strings."""
+    templates = []
+    for path in sorted((ROOT / "src" / "peagle").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values]
+                templates.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                templates.append(node.value)
+    return templates
+
+
+def is_printed(message: str, templates: list[str]) -> bool:
+    """Whether one string of the source holds the words of `message` between its `...` in this order."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")), re.DOTALL)
+    return any(pattern.search(template) for template in templates)
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_markdown_lines_fit_the_limit(path: Path) -> None:
+    assert long_lines(path.read_text()) == []
+
+
+def test_readme_lines_all_fit_the_limit() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert [number for number, line in enumerate(lines, start=1) if len(line) > LINE_LENGTH] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "docs" / "architecture.md"], ids=lambda path: path.name)
+def test_source_files_that_documents_name_exist(path: Path) -> None:
+    named = re.findall(r"`([a-z_]+/[a-z_0-9]+\.py)`", path.read_text())
+    named = [name for name in named if not name.startswith("tests/")]
+    assert named
+    assert [name for name in named if not (ROOT / "src" / "peagle" / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_floors_in_documents_are_those_that_are_enforced(name: str) -> None:
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / name).read_text(), re.MULTILINE)
+    documented = {package: int(floor) for floor, packages in rows for package in re.findall(r"`(\w+)`", packages)}
+    assert documented == runpy.run_path(str(ROOT / "tests" / "test_architecture.py"))["FLOORS"]
+
+
+def test_api_reference_has_every_public_name() -> None:
+    import peagle
+
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [name for name in peagle.__all__ if not name.startswith("_") and not issubclass_of_error(name)]
+    assert [name for name in names if not re.search(rf"^::: [\w.]+\.{name}$", page, re.MULTILINE)] == []
+    assert "::: peagle.errors" in page
+
+
+def issubclass_of_error(name: str) -> bool:
+    import peagle
+
+    value = getattr(peagle, name)
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def unknown_flags(text: str, flags: dict[str, str]) -> list[str]:
+    """Flags of `peagle ...` commands, in blocks and in the text, that their command does not have."""
+    text = re.sub(r"\\\n\s*", "", text)
+    inline = re.findall(
+        r"`((?:\w+=\S+ )?peagle [^`]+)`", re.sub(r"\s*\n\s*", " ", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    )
+    blocks = [
+        line for block in re.findall(r"```(?:bash|console)\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
+    ]
+    found = []
+    for command in [*inline, *blocks]:
+        words = re.split(r"\s-- |\s#", command[command.find("peagle ") :])[0].split()
+        if words[:1] != ["peagle"]:
+            continue
+        name = max((name for name in flags if words[1:][: len(name.split())] == name.split()), key=len, default=None)
+        if name is None:
+            continue
+        known = {flag.replace("--no-", "--", 1) for flag in flags[name].split()} | {"--help", "--from"}
+        used = [word.split("=")[0] for word in words if word.startswith("--")]
+        found += [f"{command}: {flag}" for flag in used if flag.replace("--no-", "--", 1) not in known]
+    return found
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_use_flags_that_exist(path: Path) -> None:
+    if path.name in {"log.md", "CHANGELOG.md"}:
+        pytest.skip("history: commands are those of the day")
+    flags = runpy.run_path(str(ROOT / "tests" / "cli" / "test_surface.py"))["FLAGS"]
+    assert unknown_flags(path.read_text(), flags) == []
+
+
+def test_flag_check_catches_a_flag_that_is_gone() -> None:
+    flags = {"serve": "--port --eager", "bench": "--limit", "bench serve": "--model"}
+    block = "```bash\npeagle serve X --port 1 --pack -- --block-size 2\npeagle bench serve URL --limit 3\n```\n"
+    text = block + "`peagle bench\n--no-limit`"
+    assert [complaint.split()[-1] for complaint in unknown_flags(text, flags)] == ["--pack", "--limit"]
+
+
+def test_troubleshooting_quotes_messages_as_the_code_prints_them() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^(?:error|hint|warning): (.+)$", page, re.MULTILINE)
+    templates = message_templates()
+    assert len(messages) > 20
+    assert [message for message in messages if not is_printed(message, templates)] == []
+
+
+def test_message_check_catches_a_reworded_message() -> None:
+    templates = ["n=... exceeds capacity (batch + queue = ...)", "give --drafter"]
+    assert is_printed("n=... exceeds capacity (batch + queue = ...)", templates)
+    assert not is_printed("n=... is above capacity", templates)
+
+
+def test_line_check_ignores_tables_and_code() -> None:
+    long = "word " * 30
+    assert long_lines(f"{long}\n| {long}|\n```\n{long}\n```\n[a link](https://{'x' * 130})\n") == [1]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -132,7 +260,7 @@ def test_blocks_run_in_order(document: Path, tmp_path: Path) -> None:
             if block.exemption is None:
                 assert run_block(block, tmp_path) == [], f"{document.name}:{block.line}"
     finally:
-        for file in tmp_path.glob("*.pid"):  # what a block left running, where a later one did not end it
+        for file in tmp_path.glob("*.pid"):  # a server that no later block stopped
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from harness.tiny_models import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 from peagle.errors import DataError, RequestError, TargetError
 from peagle.tokenizer import IncrementalDetokenizer, answer_spans, chat_template_hash, render_chat, tokenizer_hash
-from tiny import CHATML, SPECIAL_TOKENS, tiny_tokenizer
 
 IM_END = 2
 TOKENIZER = tiny_tokenizer()
@@ -94,17 +94,33 @@ def test_hashes_change_with_tokens_merges_and_template():
     assert chat_template_hash(tiny_tokenizer(chat_template=None)) == hashlib.sha256(b"").hexdigest()
 
 
+class Streamed(IncrementalDetokenizer):
+    """Keeps all text that was emitted."""
+
+    text = ""
+
+    def add(self, token_ids):
+        new = super().add(token_ids)
+        self.text += new
+        return new
+
+    def finish(self):
+        new = super().finish()
+        self.text += new
+        return new
+
+
 def test_emoji_of_several_tokens_is_streamed_whole():
     ids = TOKENIZER.encode("a\U0001f917b")
     assert len(ids) == 5, "the emoji takes three tokens: one merged pair and two bytes"
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = Streamed(TOKENIZER)
     assert [detokenizer.add([token_id]) for token_id in ids] == ["a", "", "", "\U0001f917", "b"]
     assert detokenizer.text == "a\U0001f917b" and detokenizer.finish() == ""
 
 
 def test_text_before_an_unfinished_character_is_not_held_back():
     ids = TOKENIZER.encode("the \u20ac")
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = Streamed(TOKENIZER)
     assert detokenizer.add(ids[:-1]) == "the "
     assert detokenizer.add([]) == ""
     assert detokenizer.add(ids[-1:]) == "\u20ac"
@@ -112,7 +128,7 @@ def test_text_before_an_unfinished_character_is_not_held_back():
 
 def test_an_answer_cut_inside_a_character_ends_in_a_replacement_sign_only_when_finished():
     ids = TOKENIZER.encode("ok \U0001f917")[:-1]
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = Streamed(TOKENIZER)
     assert "".join(detokenizer.add([token_id]) for token_id in ids) == "ok "
     assert detokenizer.finish() == "\ufffd" and detokenizer.text == TOKENIZER.decode(ids)
     assert detokenizer.finish() == "", "finishing twice gives nothing twice"
@@ -120,8 +136,8 @@ def test_an_answer_cut_inside_a_character_ends_in_a_replacement_sign_only_when_f
 
 def test_special_tokens_are_left_out_unless_asked_for():
     ids = TOKENIZER.encode("hi<|im_end|>there")
-    assert IncrementalDetokenizer(TOKENIZER).add(ids) == "hithere"
-    assert IncrementalDetokenizer(TOKENIZER, skip_special_tokens=False).add(ids) == "hi<|im_end|>there"
+    assert Streamed(TOKENIZER).add(ids) == "hithere"
+    assert Streamed(TOKENIZER, skip_special_tokens=False).add(ids) == "hi<|im_end|>there"
 
 
 @settings(deadline=None, max_examples=150)
@@ -130,7 +146,7 @@ def test_special_tokens_are_left_out_unless_asked_for():
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20),
 )
 def test_streamed_text_equals_decoding_any_tokens_at_once(ids, sizes):
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = Streamed(TOKENIZER)
     parts, position = [], 0
     while position < len(ids):
         size = sizes[len(parts) % len(sizes)]
@@ -143,7 +159,7 @@ def test_streamed_text_equals_decoding_any_tokens_at_once(ids, sizes):
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=40))
 def test_streaming_valid_text_never_shows_half_a_character(text):
-    detokenizer = IncrementalDetokenizer(TOKENIZER, skip_special_tokens=False)
+    detokenizer = Streamed(TOKENIZER, skip_special_tokens=False)
     for token_id in TOKENIZER.encode(text):
         detokenizer.add([token_id])
         assert text.startswith(detokenizer.text)
@@ -173,7 +189,7 @@ class CountingTokenizer:
 )
 def test_cost_of_streaming_is_linear(ids):
     counting = CountingTokenizer()
-    detokenizer = IncrementalDetokenizer(counting)
+    detokenizer = Streamed(counting)
     for token_id in ids:
         detokenizer.add([token_id])
     detokenizer.finish()
@@ -192,7 +208,7 @@ def test_byte_fallback_tokens_and_leading_spaces_stream_correctly():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
     emoji = list("\U0001f917".encode())
     ids = [256, 257, *emoji, *emoji, 258, 257]
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = Streamed(tokenizer)
     shown = [detokenizer.add([token_id]) for token_id in ids]
     assert shown == ["Hello", " world", "", "", "", "\U0001f917", "", "", "", "\U0001f917", "!", " world"]
     assert detokenizer.text == tokenizer.decode(ids)
@@ -239,14 +255,14 @@ def test_a_template_that_drops_old_thinking_is_refused_where_it_would_be_masked_
         answer_spans(tokenizer, chat("u:q", "a:hm</think>r", "u:q", "a:s"))
     assert "messages[1]: the chat template rewrites this answer" in caught.value.message
     assert "expected 'hm</think>r" in caught.value.message
-    assert "hint: give single-turn rows, or token ids" in str(caught.value)
+    assert "hint: use single-turn rows, or generated token ids" in str(caught.value)
 
 
 def test_a_template_whose_generation_prompt_is_not_in_the_conversation_is_refused():
     tokenizer = tiny_tokenizer(chat_template=CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>bot\n'"))
     with pytest.raises(DataError) as caught:
         answer_spans(tokenizer, chat("u:q", "a:r"))
-    assert "does not put the answer after its own generation prompt" in caught.value.message
+    assert "does not put the answer after its generation prompt" in caught.value.message
     assert "expected 'bot\\n'" in caught.value.message
 
 
@@ -254,7 +270,7 @@ def test_a_template_without_end_of_turn_token_is_refused():
     tokenizer = tiny_tokenizer(chat_template=CHATML.replace("<|im_end|>", ""))
     with pytest.raises(DataError) as caught:
         answer_spans(tokenizer, chat("u:q", "a:r"))
-    assert "puts no end-of-turn token behind an answer, only '\\n'" in caught.value.message
+    assert "puts no end-of-turn token after an answer, only '\\n'" in caught.value.message
 
 
 def test_a_template_that_ends_only_the_last_answer_differently_is_refused():
@@ -274,7 +290,7 @@ def test_messages_that_the_template_refuses_are_a_data_error_in_a_conversation()
 def test_reading_modules_import_neither_torch_nor_transformers():
     source = Path(sys.modules["peagle.tokenizer"].__file__).parents[1]
     program = (
-        "import sys, peagle.tokenizer, peagle.json_rows, peagle.training.conversations, peagle.bench.workloads\n"
+        "import sys, peagle.tokenizer, peagle.data.json_rows, peagle.data.conversations, peagle.data.prompts\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(source)}

@@ -1,17 +1,17 @@
-"""peagle: train a P-EAGLE drafter for a causal LM and decode with it without changing one word of the answers.
+"""peagle: P-EAGLE speculative decoding. Train a drafter for a causal LM; decode faster with identical answers.
 
-    with peagle.LLM() as llm:  # the embedded target with the drafter that ships for it
+    with peagle.LLM() as llm:  # the embedded target and its drafter
         print(llm.generate("Once upon a time", peagle.SamplingParams(max_tokens=64))[0].text)
 
-The names below are imported on first use, so that `import peagle` (and with it `peagle --help`) does not load torch.
+Names are imported on first use, so `import peagle` and `peagle --help` do not load torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from peagle.checkpoint.native import load_drafter
     from peagle.decoding.reference import decode
-    from peagle.drafter.checkpoint import load_drafter
     from peagle.engine.async_engine import AsyncEngine
     from peagle.engine.llm import LLM
     from peagle.engine.outputs import RequestOutput
@@ -42,7 +42,7 @@ _HOME_OF = {
     "RequestOutput": "peagle.engine.outputs",
     "SamplingParams": "peagle.sampling_params",
     "decode": "peagle.decoding.reference",
-    "load_drafter": "peagle.drafter.checkpoint",
+    "load_drafter": "peagle.checkpoint.native",
     "load_target": "peagle.targets.load",
 }
 

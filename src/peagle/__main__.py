@@ -1,4 +1,4 @@
-"""`python -m peagle`, which is how `torchrun` starts a command in several processes."""
+"""`python -m peagle`: how torchrun starts a command in several processes."""
 
 from peagle.cli.main import main
 

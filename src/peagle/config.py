@@ -1,4 +1,4 @@
-"""Strict loading of frozen dataclasses from dictionaries and TOML: the one place where "unknown key" is decided."""
+"""Load frozen dataclasses from dictionaries and TOML, refusing unknown keys and wrong types."""
 
 import contextlib
 import dataclasses
@@ -19,10 +19,9 @@ def from_mapping(
 ) -> T:
     """Build dataclass `kind` from `values`; nested dataclasses take nested mappings.
 
-    `where` is the dotted path or file name used in messages. An unknown key is refused with the nearest known one,
-    and so is a value of another type than the field's. Only what a file cannot write is converted: text to a path, a
-    list to a tuple, a whole number to a float. `absent` has values, taken as they are, for required keys that may be
-    left out.
+    `where` is the dotted path or file name for messages. Unknown keys and values of the wrong type are refused. Only
+    types that a file cannot express are converted: text to a path, a list to a tuple, a whole number to a float.
+    `absent` has values for required keys that may be missing.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # T is a dataclass
     hints = typing.get_type_hints(kind)
@@ -47,16 +46,16 @@ def from_toml(kind: type[T], path: Path, *, absent: Mapping[str, Any] = types.Ma
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"no recipe at {path}", hint="give the path of a TOML file") from error
+        raise ConfigError(f"no recipe at {path}", hint="pass the path of a TOML file") from error
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="give the path of a file") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="pass the path of a file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return from_mapping(kind, values, str(path), absent=absent)
 
 
 def _converted(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation `kind` wants it, or a ConfigError that names the dotted key `where`."""
+    """`value` converted to the annotation `kind`, or a ConfigError that names the dotted key `where`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -90,7 +89,7 @@ def _converted_to_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     if len(kinds) == 1:
-        # Its own refusal (an unknown key, an element) says more than "none of these types".
+        # Its own error (an unknown key, an element) is more precise.
         return _converted(kinds[0], value, where)
     for kind in kinds:
         with contextlib.suppress(ConfigError):
@@ -108,7 +107,7 @@ def _converted_tuple(kinds: tuple[Any, ...], value: list[Any] | tuple[Any, ...],
 
 
 def _allowed(kind: Any) -> str:
-    """The values of an annotation in the words of someone who writes a file."""
+    """The allowed values of an annotation, in the words of a TOML file."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in arguments)

@@ -1,20 +1,7 @@
-"""Every error a user can cause, and how it reads.
+"""All errors that a user can cause.
 
-    PeagleError
-    |-- ConfigError         a setting, flag or config key
-    |-- TargetError         a target that cannot be found, read or used
-    |-- CheckpointError     a drafter directory that cannot be trusted
-    |-- DataError           a prompt or conversation file
-    |-- RequestError        one request: its prompt or its sampling parameters
-    |-- CapacityError       more than the machine or the model can hold
-    |   `-- QueueFullError  too many requests wait already; a later try may succeed
-    |-- ServerError         a server that cannot be reached, or that answers what cannot be understood
-    |-- DeployError         a cloud that refuses a call, or a deployment that failed there
-    |-- EngineDeadError     an engine that was closed, or that an error of its own has ended
-    `-- MissingExtraError   an optional dependency that is not installed
-
-The message says what is wrong, the value, and what is allowed; the hint says the remedy. The command line prints
-both and exits with status 2.
+The message names the problem, the value and the limit. The hint names the fix. The command line prints both and exits
+with status 2.
 """
 
 from collections.abc import Iterable
@@ -22,7 +9,7 @@ from difflib import get_close_matches
 
 
 class PeagleError(Exception):
-    """A mistake the user can mend. `str()` is the whole paragraph shown to them."""
+    """Base class. `str()` is the message and the hint, as shown to the user."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -34,47 +21,47 @@ class PeagleError(Exception):
 
 
 class ConfigError(PeagleError, ValueError):
-    pass
+    """An invalid setting, flag or config key."""
 
 
 class TargetError(PeagleError):
-    pass
+    """A target that cannot be found, loaded or used."""
 
 
 class CheckpointError(PeagleError):
-    pass
+    """Model files that are missing, damaged, or that do not match the target."""
 
 
 class DataError(PeagleError):
-    pass
+    """An invalid prompt, conversation or training-data file."""
 
 
 class RequestError(PeagleError, ValueError):
-    pass
+    """An invalid request: its prompt or its sampling parameters."""
 
 
 class CapacityError(PeagleError):
-    pass
+    """More than the machine, the engine or the model's context can hold."""
 
 
 class QueueFullError(CapacityError):
-    """As many requests wait as may; nothing is wrong with this one, and it may be tried again."""
+    """The queue is full. The request is valid; retry later."""
 
 
 class ServerError(PeagleError):
-    pass
+    """A server that cannot be reached, or that sends an invalid response."""
 
 
 class DeployError(PeagleError):
-    pass
+    """A cloud call that was refused, or a deployment that failed."""
 
 
 class EngineDeadError(PeagleError):
-    """The engine serves nobody any more. If it was not closed, what ended it is the cause."""
+    """The engine was closed, or stopped by an internal error, which is the cause."""
 
 
 class MissingExtraError(PeagleError, ImportError):
-    """Raised where an optional package is first needed; names the extra that brings it."""
+    """An optional package is not installed. Names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -83,8 +70,17 @@ class MissingExtraError(PeagleError, ImportError):
         )
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM. Handled like Ctrl-C, except that the process exits with 143 instead of 130."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that names the closest known word, or lists all of them when none is close."""
+    """A hint with the closest known name, or with all of them if none is close."""
     names = sorted(known)
     close = get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Where an artefact came from: command, code, versions, hardware. Every file set we write carries one."""
+"""Provenance of an artifact: command, commit, versions, hardware. Every file set we write includes it."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ PACKAGES = ("peagle", "torch", "transformers", "safetensors", "numpy")
 
 
 def provenance(accelerator: str | None = None) -> dict[str, Any]:
-    """A JSON-ready record of this process. `accelerator` names the GPU that was used, if any."""
+    """A JSON-ready record of this process. `accelerator` names the GPU, if any."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -38,7 +38,7 @@ def package_version(name: str) -> str | None:
 
 
 def processor_name() -> str:
-    """The processor's own name where the system tells it, else the platform's word for it."""
+    """The CPU model if the system reports it, else the platform's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -49,18 +49,12 @@ def processor_name() -> str:
 
 
 def commit() -> str | None:
-    """The source checkout's commit, with "+changes" where files differ from it; None for an installed package."""
+    """The checkout's commit, with "+changes" if files differ; None for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return f"{head}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else head
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen and where it wants them to end."""
+"""Sampling parameters of a request."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,11 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to look like from its first token to its end.
-
-    An answer that `max_tokens`, a stop string or a stop token cuts off is the beginning of such a text.
-    """
+    """A grammar for the whole answer. An answer cut by `max_tokens` or a stop condition is a prefix of a valid one."""
 
     kind: GrammarKind
     value: str | tuple[str, ...] | None = None
-    """a JSON schema as text, nothing for any JSON object, a regular expression for the whole answer, or the answers to
-    choose from"""
+    """By kind: a JSON schema as text, None for any JSON object, a regular expression, or the allowed answers."""
 
     def __post_init__(self) -> None:
         given: object = self.value
@@ -52,59 +48,58 @@ def _is_json_object(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Per-request sampling settings; out-of-range values are refused when the object is made.
+    """Per-request sampling settings. Out-of-range values raise RequestError.
 
-    Biases, the ban on early ends, the penalties and a grammar change the target's logits, in this order and before the
-    temperature.
-    They see the text up to the token that is decided, draft tokens before it included, so that an answer is the same
-    with and without drafts. Log-probabilities are reported as the target gives them, before any of this (as vLLM does).
+    `logit_bias`, `min_tokens`, the penalties and the grammar change the target's logits, in this order and before the
+    temperature. They take earlier draft tokens into account, so an answer is the same with and without drafts.
+    Log-probabilities are the target's own, before any of these changes (as in vLLM).
     """
 
     max_tokens: int = 256
-    """most tokens to generate"""
+    """The most tokens to generate."""
     temperature: float = 0.0
-    """0 takes the most likely token; 1 samples the target's own distribution"""
+    """0 takes the most likely token; 1 samples the target's own distribution."""
     top_k: int = 0
-    """sample among the k most likely tokens only; 0 means all"""
+    """Sample from the k most likely tokens; 0 means all."""
     top_p: float = 1.0
-    """sample among the most likely tokens that together hold this probability"""
+    """Sample from the most likely tokens that together have this probability."""
     min_p: float = 0.0
-    """drop tokens less likely than this fraction of the most likely one"""
+    """Drop tokens less likely than this fraction of the most likely one."""
     seed: int = 0
-    """with the position in the text it fixes every random draw"""
+    """Together with the position in the text, it determines every random draw."""
     stop: tuple[str, ...] = ()
-    """end before the first of these strings"""
+    """End before the first of these strings."""
     stop_token_ids: tuple[int, ...] = ()
-    """end at any of these tokens, besides the target's own end tokens"""
+    """End at any of these tokens, in addition to the target's end tokens."""
     ignore_eos: bool = False
-    """go on past the target's end tokens"""
+    """Continue after the target's end tokens."""
     min_tokens: int = 0
-    """do not end before so many tokens: end tokens are not chosen, stop strings that end in them are passed over"""
+    """The fewest tokens to generate: until then end tokens are banned and stop strings ignored."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """token id -> what is added to its logit, -100 to 100"""
+    """By token id: a number to add to its logit, -100 to 100."""
     repetition_penalty: float = 1.0
-    """divide positive and multiply negative logits of tokens that stand in the prompt or the answer by this number"""
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
     frequency_penalty: float = 0.0
-    """take this off a token's logit for each time it stands in the answer"""
+    """Subtracted from a token's logit for each occurrence in the answer."""
     presence_penalty: float = 0.0
-    """take this off a token's logit if it stands in the answer"""
+    """Subtracted from a token's logit if it occurs in the answer."""
     grammar: Grammar | None = None
-    """what the answer has to look like; tokens that break it are never chosen"""
+    """Constrains the answer: tokens that break the grammar are never chosen."""
     n: int = 1
-    """answers to give; answer i is drawn with seed + i"""
+    """Number of answers; answer i uses seed + i."""
     logprobs: int | None = None
-    """report the log-probability of each token and of so many of the likeliest ones; None reports none"""
+    """Report the log-probability of each token and of this many most likely ones; None for none."""
     prompt_logprobs: int | None = None
-    """the same for each token of the prompt but the first, which costs the reuse of pages; None reports none"""
+    """The same for each prompt token but the first; disables prefix caching. None for none."""
     num_draft_tokens: int | None = None
-    """draft tokens a step; 0 decodes without drafts, None takes the engine's number, which is also the most"""
+    """Draft tokens per step, at most the engine's; 0 decodes without drafts, None uses the engine's."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:
             if not condition:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
-        # Some limits are where numbers would leave what a GPU computes with, far from where they mean something.
+        # Some limits only keep numbers within the GPU's types.
         require(self.max_tokens >= 1, "max_tokens", "at least 1")
         require(self.max_tokens < 2**31, "max_tokens", "below 2**31")
         require(self.temperature >= 0, "temperature", "0 or more")
@@ -126,8 +121,8 @@ class SamplingParams:
         require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
         require(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         if self.grammar is not None:
-            require(not self.ignore_eos, "ignore_eos", "off where a grammar says where the answer ends")
-            require(not self.min_tokens, "min_tokens", "0 where a grammar says where the answer ends")
+            require(not self.ignore_eos, "ignore_eos", "off with a grammar, which ends the answer")
+            require(not self.min_tokens, "min_tokens", "0 with a grammar, which ends the answer")
         require(self.n >= 1, "n", "at least 1")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -140,7 +135,7 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether the target's logits are changed before a token is chosen from them."""
+        """Whether the target's logits change before a token is chosen."""
         return bool(
             self.min_tokens
             or self.logit_bias

@@ -1,7 +1,6 @@
-"""What the product needs of a transformers tokenizer: chat rendering, identity hashes, streaming, answer masks.
+"""Tokenizer functions: chat rendering, identity hashes, incremental detokenization, answer masks.
 
-The tokenizer object is always passed in and never changed. Importing this module imports neither torch nor
-transformers.
+The tokenizer is passed in and never changed. This module imports neither torch nor transformers.
 """
 
 import hashlib
@@ -17,26 +16,26 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 PROBE_ANSWER = "probe0answer"
-"""Stands for an answer while the text that a template puts behind answers is looked up."""
+"""A placeholder answer, to find the text that a template puts after answers."""
 REPLACEMENT = "\ufffd"
 MAX_HELD_CHARACTERS = 3
-"""An unfinished UTF-8 character has at most three bytes, which decoders show as one to three replacement signs."""
+"""An incomplete UTF-8 character has at most three bytes, shown as one to three replacement characters."""
 MAX_WINDOW = 32
-"""Tokens after which text that never becomes valid UTF-8 is let go, so that the cost per token stays bounded."""
+"""Tokens after which invalid UTF-8 is emitted, to bound the cost per token."""
 
 
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """Token ids of `messages` through the target's chat template, ready to be answered."""
+    """Token ids of `messages` through the target's chat template."""
     return encode(tokenizer, chat_text(tokenizer, messages, add_generation_prompt))
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """sha256 of what token ids mean: every token with its id, and the merges or scores of the segmentation model.
+    """sha256 of the vocabulary and of the merges or scores of the segmentation model.
 
-    File paths, versions and padding or truncation state are left out, and so is the wording of the pipeline around
-    the model, which differs between a GGUF file and a tokenizer.json of the same tokenizer.
+    Excludes paths, versions, padding and truncation, and the pipeline around the model, which differs between a GGUF
+    file and a tokenizer.json of the same tokenizer.
     """
     content: dict[str, Any] = {"vocabulary": tokenizer.get_vocab()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -51,7 +50,7 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def chat_template_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """sha256 of the chat template (of all of them, where several are named); without one, of the empty string."""
+    """sha256 of the chat template, or of all named ones; of the empty string without one."""
     template = tokenizer.chat_template or ""
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else _sha256(template)
 
@@ -62,99 +61,78 @@ def detokenize(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -
 
 
 class IncrementalDetokenizer:
-    """Text of a growing token sequence, without ever giving out half a character.
+    """Text of a growing token sequence, in whole characters.
 
-    Only a short window of recent tokens is decoded for each `add`, so the cost is linear in the sequence. What was
-    given out never changes; joined, and with `finish()` at the end, it is `tokenizer.decode` of the whole sequence.
+    Each `add` decodes only a short window of recent tokens, so the cost is linear. Emitted text never changes; all of
+    it, with `finish()` at the end, equals `tokenizer.decode` of the whole sequence.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._parts: list[str] = []
-        # Tokens decoded together: those of the last text given out, because some decoders treat the first token of
-        # a text differently, and those whose text is still held back.
+        # The tokens to decode: those of the last emitted text as context, because some decoders treat the first token
+        # differently, and those whose text is held back.
         self._window: list[int] = []
         self._num_context = 0
-        self._shown = ""  # the part of the window's text that was given out
-
-    @property
-    def text(self) -> str:
-        """All text given out so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        self._shown = ""  # the part of the window's text that was emitted
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; return the text that became certain, which may be empty."""
+        """Append tokens; return the new text, which may be empty."""
         if not token_ids:
             return ""
         self._window.extend(token_ids)
         decoded = self._decode(self._window)
         if not decoded.startswith(self._shown):
-            # A byte-fallback decoder shows a whole run of bytes as invalid until its last character is complete.
-            return self._give_out_pending() if len(self._window) - self._num_context > MAX_WINDOW else ""
+            # A byte-fallback decoder shows a run of bytes as invalid until its last character is complete.
+            return self._emit_pending() if len(self._window) - self._num_context > MAX_WINDOW else ""
         num_held = min(len(decoded) - len(decoded.rstrip(REPLACEMENT)), MAX_HELD_CHARACTERS)
         certain = decoded[: max(len(decoded) - num_held, len(self._shown))]
-        new = certain[len(self._shown) :]
         if certain == decoded:
-            self._move_window(num_new=len(self._window) - self._num_context if new else 0, decoded=decoded)
-        else:
-            self._shown = certain
-            if len(self._window) > MAX_WINDOW:
-                self._shorten_window(decoded[len(certain) :])
-        if new:
-            self._parts.append(new)
+            return self._emit(decoded)
+        new, self._shown = certain[len(self._shown) :], certain
+        if len(self._window) > MAX_WINDOW:
+            self._shorten_window(decoded[len(certain) :])
         return new
 
     def finish(self) -> str:
-        """Give out what was held back, with replacement signs for bytes that never became a character."""
+        """Emit the text held back, with replacement characters for incomplete bytes."""
         decoded = self._decode(self._window)
-        if not decoded.startswith(self._shown):
-            return self._give_out_pending()
-        new = decoded[len(self._shown) :]
-        self._move_window(num_new=len(self._window) - self._num_context if new else 0, decoded=decoded)
-        if new:
-            self._parts.append(new)
-        return new
+        return self._emit(decoded) if decoded.startswith(self._shown) else self._emit_pending()
 
-    def _move_window(self, num_new: int, decoded: str) -> None:
-        """After everything was given out: the newest tokens become the context; tokens without text leave."""
-        if num_new:
+    def _emit(self, decoded: str) -> str:
+        """Emit the rest of the window's text. The newest tokens become the context; drop tokens without text."""
+        new = decoded[len(self._shown) :]
+        if new:
             del self._window[: self._num_context]
-            self._num_context = num_new
+            self._num_context = len(self._window)
             self._shown = self._decode(self._window)
         else:
             del self._window[self._num_context :]
-            self._shown = decoded
+        return new
 
     def _shorten_window(self, held: str) -> None:
-        """Forget old tokens of a long run of invalid bytes, keeping those that can still belong to `held`."""
+        """Drop old tokens of a long run of invalid bytes, keeping those that may belong to `held`."""
         kept = self._window[-MAX_WINDOW // 2 :]
         decoded = self._decode(kept)
         if decoded.endswith(held):
             self._window, self._num_context = kept, 0
             self._shown = decoded[: len(decoded) - len(held)]
 
-    def _give_out_pending(self) -> str:
+    def _emit_pending(self) -> str:
         pending = self._window[self._num_context :]
-        new = self._decode(pending)
-        self._window, self._num_context, self._shown = pending, len(pending), new
-        if new:
-            self._parts.append(new)
-        return new
+        self._window, self._num_context, self._shown = pending, len(pending), self._decode(pending)
+        return self._shown
 
     def _decode(self, token_ids: list[int]) -> str:
         return _decode(self._tokenizer, token_ids, self._skip_special_tokens)
 
 
 def answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """Token ids of a whole conversation, and a 0/1 mask of the tokens that the assistant itself wrote.
+    """Token ids of a conversation, and a 0/1 mask of the tokens that the assistant wrote.
 
-    A turn of the assistant is trained from the token after its generation prompt up to and including its
-    end-of-turn token, as they stand in the whole conversation. Turns before the first user message answer nothing
-    and stay 0; so does a token that the tokenizer merged from the end of the prompt and the start of an answer.
-    Templates without such boundaries, and those that rewrite earlier turns, are refused with a DataError.
+    An assistant turn is marked from the token after its generation prompt through its end-of-turn token. Turns before
+    the first user message stay 0, and so does a token merged from the end of the prompt and the start of an answer.
+    Raises DataError for templates without such boundaries, and for those that rewrite earlier turns.
     """
     try:
         return _answer_spans(tokenizer, messages)
@@ -179,60 +157,59 @@ def _answer_spans(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Messa
         start = _answer_start(tokenizer, prompt_text, ids, index)
         turn_ids = ids if is_last else encode(tokenizer, turn_text)
         closing = _closing_ids(tokenizer, messages[:index], index)
-        # Without the tokens after the end-of-turn token: those may merge with the start of the next turn.
+        # Excludes the tokens after the end-of-turn token, which may merge with the next turn.
         end = len(turn_ids) - len(closing) + 1
         if turn_ids[end - 1 :] != closing or ids[:end] != turn_ids[:end] or start >= end:
-            raise DataError(
-                f"messages[{index}]: the chat template does not end this answer with its end-of-turn token "
+            raise _no_answer(
+                index,
+                "the chat template does not end this answer with its end-of-turn token "
                 f"{tokenizer.convert_ids_to_tokens(closing[0])!r}, so the end of the answer cannot be found",
-                hint=_SINGLE_TURN_HINT,
             )
         mask[start:end] = [1] * (end - start)
     return ids, mask
 
 
-_SINGLE_TURN_HINT = (
-    "give single-turn rows, or token ids as they were generated: "
-    '{"prompt_ids": [...], "answer_ids": [...]} needs no template'
-)
+def _no_answer(index: int, reason: str) -> DataError:
+    hint = 'use single-turn rows, or generated token ids: {"prompt_ids": [...], "answer_ids": [...]} needs no template'
+    return DataError(f"messages[{index}]: {reason}", hint=hint)
 
 
 def _no_boundary(index: int, prompt_text: str, turn_text: str, whole_text: str) -> DataError:
     if not turn_text.startswith(prompt_text):
         expected, found = prompt_text, turn_text
-        reason = "does not put the answer after its own generation prompt"
+        reason = "does not put the answer after its generation prompt"
     else:
         expected, found = turn_text, whole_text
         reason = "rewrites this answer when later messages follow (templates drop old thinking that way)"
     position = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(found))
-    return DataError(
-        f"messages[{index}]: the chat template {reason}, so the tokens of the answer cannot be found: after "
+    return _no_answer(
+        index,
+        f"the chat template {reason}, so the tokens of the answer cannot be found: after "
         f"{expected[max(0, position - 30) : position]!r} expected {expected[position : position + 30]!r}, "
         f"the whole conversation has {found[position : position + 30]!r}",
-        hint=_SINGLE_TURN_HINT,
     )
 
 
 def _answer_start(tokenizer: "PreTrainedTokenizerBase", prompt_text: str, ids: list[int], index: int) -> int:
-    """Index in `ids` of the first token that lies wholly after `prompt_text`."""
+    """Index in `ids` of the first token that lies entirely after `prompt_text`."""
     prompt_ids = encode(tokenizer, prompt_text)
     if ids[: len(prompt_ids)] == prompt_ids:
         return len(prompt_ids)
     common = next(i for i, token_id in enumerate(prompt_ids) if ids[i : i + 1] != [token_id])
-    # The last tokens of the prompt merged with the answer, as "\n" + "\n\nHello" does: step over the merged ones.
+    # The prompt's last tokens merged with the answer, as in "\n" + "\n\nHello": skip the merged ones.
     rest = _decode(tokenizer, prompt_ids[common:], skip_special_tokens=False)
     for start in range(common + 1, min(len(ids), len(prompt_ids) + 1) + 1):
         if _decode(tokenizer, ids[common:start], skip_special_tokens=False).startswith(rest):
             return start
-    raise DataError(
-        f"messages[{index}]: the tokens of the prompt change when the answer follows, so the answer cannot be found "
-        f"among them: the prompt ends in {prompt_text[-30:]!r}",
-        hint=_SINGLE_TURN_HINT,
+    raise _no_answer(
+        index,
+        "the tokens of the prompt change when the answer follows, so the answer cannot be found among them: the prompt "
+        f"ends in {prompt_text[-30:]!r}",
     )
 
 
 def _closing_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[Message], index: int) -> list[int]:
-    """The end-of-turn token that the template puts behind an answer, and the tokens after it (a newline, often)."""
+    """The end-of-turn token that the template puts after an answer, and the tokens after it (often a newline)."""
     probe = chat_text(tokenizer, [*prompt, {"role": "assistant", "content": PROBE_ANSWER}], add_generation_prompt=False)
     _, found, closing_text = probe.rpartition(PROBE_ANSWER)
     closing = encode(tokenizer, closing_text) if found and closing_text else []
@@ -240,29 +217,29 @@ def _closing_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[Message]
     for position, token_id in enumerate(closing):
         if token_id in controls:
             return closing[position:]
-    raise DataError(
-        f"messages[{index}]: the chat template puts no end-of-turn token behind an answer, only {closing_text!r}; a "
-        "drafter cannot learn where answers end",
-        hint=_SINGLE_TURN_HINT,
+    raise _no_answer(
+        index,
+        f"the chat template puts no end-of-turn token after an answer, only {closing_text!r}; a drafter cannot learn "
+        "where answers end",
     )
 
 
 def control_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Tokens that no text is spelled with: turn ends, headers and the like."""
+    """Special and added tokens, such as turn ends and headers."""
     return set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
 
 
 def chat_text(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], add_generation_prompt: bool, **variables: Any
 ) -> str:
-    """Text of `messages` through the target's chat template, special tokens written out.
+    """Text of `messages` through the target's chat template, with special tokens.
 
-    `variables` are given to the template besides the messages: `tools`, for one.
+    `variables` are further inputs of the template, such as `tools`.
     """
     if not tokenizer.chat_template:
         raise TargetError(
-            "the target's tokenizer has no chat template, so messages cannot be turned into a prompt",
-            hint="use an instruction-tuned target, or give plain text or token ids instead of messages",
+            "the target's tokenizer has no chat template, so it cannot render messages",
+            hint="use an instruction-tuned target, or pass text or token ids instead of messages",
         )
     from jinja2 import TemplateError
 
@@ -277,15 +254,15 @@ def chat_text(
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise RequestError(
             f"the target's chat template refuses these messages (roles: {roles}): {error}",
-            hint="many templates want an optional system message, then user and assistant in turn",
+            hint="most templates take an optional system message, then user and assistant in turn",
         ) from error
     assert isinstance(text, str)
     return text
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text that has its special tokens written out."""
-    # The template writes the special tokens itself; verbose=False: length limits are the caller's business.
+    """Token ids of a text that contains its special tokens."""
+    # verbose=False: the caller checks the length.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert isinstance(ids, list)
     return ids
@@ -297,7 +274,7 @@ def encode_all(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> li
 
 
 def _decode(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], skip_special_tokens: bool) -> str:
-    # The clean-up joins text over token borders ("a ." to "a."), which no longer is what the tokens say.
+    # The clean-up would change text across tokens ("a ." to "a.").
     text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from harness.tiny_models import tiny_target
 from peagle.bench import anchors
 from peagle.bench.anchors import CONTINUOUS, EAGER, STATIC, batches_of, left_padded, run_anchors, until_end
 from peagle.decoding.reference import decode
 from peagle.sampling_params import SamplingParams
-from tiny import tiny_target
 
 PROMPTS = [[1, 70, 71, 72], [1, 80], [1, 90, 91, 92, 93, 94]]
 MAX_TOKENS = 6
@@ -74,8 +74,10 @@ def test_anchors_answer_the_requests_of_the_engines_cells_up_to_a_number_of_batc
         return [], 1.0
 
     monkeypatch.setattr(anchors, "run_eager", note)
-    options = {"num_requests": lambda places: 12 if places == 1 else 8 * places, "names": ("eager",)}
-    run_anchors(target, PROMPTS, (1, 4), MAX_TOKENS, [], **options)
+    for name in ("run_static", "run_continuous"):
+        monkeypatch.setattr(anchors, name, lambda *_: ([], 1.0))
+    num_requests = {1: 12, 4: 32}
+    run_anchors(target, PROMPTS, (1, 4), MAX_TOKENS, [], num_requests=num_requests.__getitem__)
     assert asked == [batches_of(3, 1, 10), batches_of(3, 4, 32)], "the first ten of twelve, and all of 32"
 
 

@@ -104,7 +104,7 @@ def test_a_dummy_target_is_made_in_the_dtype_and_any_token_has_a_text(config_fil
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr("peagle.targets.capacity.memory_bytes", lambda: 10 << 30)
+    monkeypatch.setattr("peagle.host_memory.available_bytes", lambda: 10 << 30)
     with pytest.raises(CapacityError, match=r"llama-8b take 15\.0 GiB, but cpu has 10\.0 GiB") as caught:
         dummy_target("llama-8b", dtype="bfloat16", device="cpu")
     assert "smaller shape" in caught.value.hint
@@ -127,7 +127,7 @@ def test_named_shapes_are_the_published_sizes():
     [
         ("{", "is not valid JSON"),
         ("[]", "has no model_type"),
-        ('{"model_type": "nonesuch"}', "cannot make a causal LM"),
+        ('{"model_type": "nonesuch"}', "cannot build a causal LM"),
     ],
 )
 def test_a_config_that_is_none_is_refused(tmp_path, content, message):

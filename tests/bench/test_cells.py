@@ -2,20 +2,20 @@
 
 import pytest
 
-from peagle.bench.acceptance import Divergence
+from harness.tiny_models import tiny_target
 from peagle.bench.cells import (
     Answer,
     Cell,
     CellResult,
     Comparison,
-    Spread,
     StepSplit,
     compare_with_plain,
     percentile,
+    spread_ms,
 )
+from peagle.compare.divergence import Divergence
 from peagle.decoding.acceptance import Acceptance
 from peagle.sampling_params import SamplingParams
-from tiny import tiny_target
 
 GREEDY = SamplingParams(max_tokens=4)
 
@@ -31,12 +31,12 @@ def test_percentiles_lie_between_neighbors(percent, expected):
 
 
 def test_a_single_value_is_all_its_percentiles():
-    assert Spread.of([0.25]) == Spread(0.25, 0.25, 0.25)
+    assert spread_ms([0.25]) == {"mean": 250.0, "p50": 250.0, "p95": 250.0}
 
 
 def test_a_spread_leaves_out_what_was_not_measured():
-    assert Spread.of([None, 1.0, None, 3.0]) == Spread(2.0, 2.0, pytest.approx(2.9))
-    assert Spread.of([None]) is None and Spread.of([]) is None
+    assert spread_ms([None, 1.0, None, 3.0]) == {"mean": 2000.0, "p50": 2000.0, "p95": 2900.0}
+    assert spread_ms([None]) is None and spread_ms([]) is None
 
 
 def test_the_host_gap_is_what_the_device_does_not_explain():
@@ -87,7 +87,7 @@ def test_all_cells_are_held_against_plain_decoding_at_the_lowest_concurrency(tar
 
 def test_one_divergence_of_many_cells_is_looked_at_once(target, monkeypatch):
     asked = []
-    monkeypatch.setattr("peagle.bench.acceptance.gap_to_best", lambda *arguments: asked.append(arguments[1:]) or 0.0)
+    monkeypatch.setattr("peagle.compare.divergence.gap_to_best", lambda *arguments: asked.append(arguments[1:]) or 0.0)
     results = [
         result("none", 1, (0, [5, 6, 7])),
         result("none", 2, (0, [5, 1, 1]), (0, [5, 1, 2])),

@@ -5,23 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.bench.cells import Cell, compare_with_plain
 from peagle.bench.offline import (
     cells_of,
     closed_loop,
     default_num_requests,
+    llm_factory,
     reason_of,
     run_cell,
     sweep,
     warm_up,
 )
-from peagle.cli.bench import Arguments, make_llm
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
-from peagle.engine.config import EngineConfig
 from peagle.errors import CapacityError
 from peagle.sampling_params import SamplingParams
-from tiny import tiny_drafter, tiny_target
+from peagle.scheduling.config import EngineConfig
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
@@ -249,8 +249,7 @@ def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
     params = SamplingParams(max_tokens=12)
     cells = cells_of(("none", "p-eagle"), {"p-eagle": (2, 4)}, (1, 3))
     results = []
-    arguments = Arguments(max_tokens=12, concurrency=(1, 3))
-    make = make_llm(arguments, target, {"p-eagle": drafter}, prompts, lambda _: None)
+    make = llm_factory(target, {"p-eagle": drafter}, prompts, max_tokens=12, concurrency=(1, 3))
     sweep(cells, make, prompts, params, results, num_requests=lambda _: 6, device=target.device)
     assert [result.failure for result in results] == [None] * 6
     compare_with_plain(target, prompts, results, params)

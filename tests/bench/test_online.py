@@ -1,7 +1,6 @@
 """Load on a server: arrivals, figures and their report, and real requests to a real server."""
 
 import asyncio
-import itertools
 import json
 import math
 import statistics
@@ -10,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from harness.local_server import Running, running
+from harness.stub_server import DONE, PROMPTS, page, piece, question, stream, stub
 from peagle.bench.client import Connections, Outcome, Question
 from peagle.bench.online import (
     Load,
@@ -26,8 +27,6 @@ from peagle.bench.online import (
 from peagle.bench.online_report import plot, tables
 from peagle.bench.scrape import Scrape
 from peagle.errors import ConfigError, ServerError
-from serving import Running, running
-from stub_server import DONE, PROMPTS, page, piece, question, stream, stub
 
 VLLM_FIELDS = (
     "num_prompts request_rate max_concurrency duration completed failed total_input_tokens total_output_tokens "
@@ -70,14 +69,6 @@ def test_arrivals_depend_on_the_seed_alone():
     assert arrivals(math.inf, 3) == [0.0, 0.0, 0.0]
 
 
-def test_burstiness_bunches_requests_or_spaces_them_out():
-    def deviation(burstiness: float) -> float:
-        moments = arrivals(1.0, 2000, seed=0, burstiness=burstiness)
-        return statistics.stdev(later - earlier for earlier, later in itertools.pairwise(moments))
-
-    assert deviation(0.25) > 1.5 and deviation(1.0) == pytest.approx(1.0, rel=0.15) and deviation(100.0) < 0.15
-
-
 # Figures ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,11 +89,11 @@ def test_report_has_the_fields_of_vllm_bench_serve():
     good, slow = outcome(0, 0.0, [0.1, 0.2], 11), outcome(1, 0.0, [0.5, 2.5], 21)
     lost = outcome(2, 0.0, [], 0, error="HTTP 503: full")
     result = Result(Load(2), 4, [good, slow, lost], duration=2.5)
-    report = result.report(percentiles=(50, 99), goals=read_goals("ttft:200,tpot:20"))
+    report = result.report(goals=read_goals("ttft:200,tpot:20"))
     for name in VLLM_FIELDS.split():
         assert name in report
     for name in ("ttft", "tpot", "itl", "e2el"):
-        for figure in ("mean", "median", "std", "p50", "p99"):
+        for figure in ("mean", "median", "std", "p90", "p99"):
             assert report[f"{figure}_{name}_ms"] is not None
     assert report["completed"] == 2 and report["failed"] == 1 and report["num_unfinished"] == 1
     assert report["failures"] == {"HTTP 503: full": 1}
@@ -129,13 +120,15 @@ def test_details_are_in_the_order_of_the_requests():
 
 
 def test_spread_of_one_value_and_of_none():
-    assert spread([0.1], "ttft", (99,)) == {
+    assert spread([0.1], "ttft") == {
         "mean_ttft_ms": 100.0,
         "median_ttft_ms": 100.0,
         "std_ttft_ms": 0.0,
+        "p90_ttft_ms": 100.0,
+        "p95_ttft_ms": 100.0,
         "p99_ttft_ms": 100.0,
     }
-    assert set(spread([], "itl", (90,)).values()) == {None}
+    assert set(spread([], "itl").values()) == {None}
 
 
 def test_peaks():
@@ -250,7 +243,7 @@ def test_interrupted_sweep_keeps_what_was_measured(served):
 def test_warm_up_that_fails_ends_the_run_with_its_reason():
     async def run(url: str) -> None:
         async with Connections(url, seconds=5) as connections:
-            await warm_up(connections, question(), PROMPTS[0], 2)
+            await warm_up(connections, question(), PROMPTS[0])
 
     with stub(page(401, b'{"error": {"message": "no key"}}')) as url, pytest.raises(ServerError) as refused:
         asyncio.run(run(url))
@@ -261,14 +254,14 @@ def test_warm_up_that_fails_ends_the_run_with_its_reason():
 
 
 def document(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    facts = {"label": None, "model_id": "m", "base_url": "http://h:1", "workload": "w", "max_tokens": 8}
-    facts |= {"temperature": 0.0, "percentiles": [90, 99], "goodput": None}
+    facts = {"model_id": "m", "base_url": "http://h:1", "workload": "w", "max_tokens": 8}
+    facts |= {"temperature": 0.0, "goodput": None}
     return facts | {"results": rows} | more
 
 
 def measured(load: Load, speed: int) -> dict[str, Any]:
     times = [0.1 * step / speed for step in range(1, 6)]
-    return Result(load, 1, [outcome(0, 0.0, times, 10)], duration=1.0 / speed).report(percentiles=(90, 99))
+    return Result(load, 1, [outcome(0, 0.0, times, 10)], duration=1.0 / speed).report()
 
 
 def text_of(document: dict[str, Any]) -> str:
@@ -291,12 +284,12 @@ def test_tables_tell_figures_failures_and_doubts():
         "50.0%",
         "0.900",
         "95% of a core",
-        "50% of the prompt tokens",
+        "50% of prompt tokens",
         "0.25",
-        "good/s",
+        "goodput",
     ):
         assert word in text, word
-    assert "rate/s" not in text and "rate/s" in text_of(document([measured(Load(None, 2.0), 1)]))
+    assert "2.0" not in text.split("requests/s")[0] and " request " in text_of(document([measured(Load(None, 2.0), 1)]))
 
 
 @pytest.mark.parametrize(

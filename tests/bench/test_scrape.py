@@ -37,8 +37,8 @@ def test_what_the_client_library_writes_is_read_back():
     assert histogram.buckets == ((0.1, 1.0), (1.0, 3.0), (math.inf, 4.0))
 
 
-def test_lines_that_are_no_samples_are_passed_over():
-    found = Scrape.parse("# HELP a b\n\nnonsense\na 1\nb{x= 2\nc NaN\nd +Inf\ne 1 1700000000")
+def test_special_values_and_times_are_read_and_other_text_is_no_scrape():
+    found = Scrape.parse("# HELP a b\n\na 1\nc NaN\nd +Inf\ne 1 1700000000\n")
     assert found.total("a") == 1 and math.isnan(found.total("c")) and found.total("d") == math.inf
     assert found.total("e") == 1, "a time after the value is allowed"
     assert found.total("nothing") is None and found.histogram("nothing") is None and not Scrape.parse("<html>")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line import peagle as peagle
-from tiny import tiny_target, write_drafter, write_target
+from harness.command_line import peagle as peagle
+from harness.tiny_models import tiny_target, write_drafter, write_target
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,8 @@ def world(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "wrong-choice.toml").write_text('loss = "mse"\n')
     (root / "out-of-range.toml").write_text("num_draft_tokens = 0\n")
     (root / "broken.toml").write_text("num_steps = \n")
+    (root / "deep-layer.toml").write_text("aux_layer_ids = [3, 99]\n")
+    (root / "large-id.toml").write_text("mask_token_id = 999\n")
     return root
 
 
@@ -112,11 +114,8 @@ CASES = {
     f"{DOCTOR} drafter --target {{root}}/none": "{root}/none",
     f"{DOCTOR} drafter --drafter drafter --target target": "two drafters are given",
     f"{DOCTOR} drafter --target target --prompts none.jsonl": "none.jsonl",
-    f"{DOCTOR} drafter --target target --engine vllm --vllm-python none": "none is not an interpreter that can be run",
-    f"{DOCTOR} drafter --target target --vllm-python none": "--vllm-python is given, but the engine is native",
-    f"{DOCTOR} --record": "--record is about a drafter, but none is given",
-    f"{DOCTOR} --engine vllm": "--engine is about a drafter, but none is given",
-    f"{DOCTOR} drafter --target target --limit 0": "--limit must be at least 1, got 0",
+    f"{DOCTOR} --record": "--record needs a drafter",
+    f"{DOCTOR} --engine vllm": "--engine needs a drafter",
     f"{DOCTOR} drafter --target stranger --record": "its weights are not the ones the drafter was trained on",
     f"{DOCTOR} drafter-cut-weights --target target --record": "drafter-cut-weights/model.safetensors cannot be read",
     # a corrupt or truncated file
@@ -158,23 +157,23 @@ CASES = {
     # methods, sweeps and options that contradict each other
     f"bench {ON}": "nothing to run",
     f"{BENCH} --methods none,p-eagel": "no method 'p-eagel'\nhint: did you mean 'p-eagle'?",
-    f"{BENCH} --methods none,none": "none,none: a value is given twice",
+    f"{BENCH} --methods none,none": "none,none: duplicate value",
     f"{BENCH} --concurrency 0,8": "--concurrency must be at least 1, got 0",
     f"{BENCH} --num-requests 0": "--num-requests must be at least 1, got 0",
     f"{BENCH} --num-draft-tokens 5,6": "between 1 and 4, the depth it was trained for, got 5",
     f"{BENCH} --num-draft-tokens 0": "--num-draft-tokens must be at least 1, got 0",
     "bench --target target --prompts rows.jsonl --methods none --num-draft-tokens 2": "needs a method that drafts",
-    f"{BENCH} --methods none": "--drafter is given, but --methods leaves p-eagle out",
-    f"{BENCH} --methods none,p-eagle,eagle3": "eagle3 needs a drafter that was trained for it",
-    f"{BENCH} --eagle3-drafter drafter": "--methods leaves eagle3 out",
+    f"{BENCH} --methods none": "--drafter needs p-eagle in --methods",
+    f"{BENCH} --methods none,p-eagle,eagle3": "the method eagle3 needs an EAGLE-3 drafter",
+    f"{BENCH} --eagle3-drafter drafter": "--eagle3-drafter needs eagle3 in --methods",
     f"{BENCH} --methods p-eagle,eagle3 --eagle3-drafter drafter": "is a drafter for p-eagle, but the method is eagle3",
-    f"{BENCH} --anchors --temperature 1": "--anchors are greedy, but --temperature is 1.0",
+    f"{BENCH} --anchors --temperature 1": "--anchors decode greedily, but --temperature is 1.0",
     f"{BENCH} --prompts rows.jsonl,none.jsonl": "none.jsonl",
     f"{BENCH} --limit 0": "limit must be at least 1, got 0",
     f"{BENCH} --max-tokens 0": "max_tokens must be at least 1, got 0",
     f"{BENCH} --prompts long.jsonl": "prompt 'q2': the prompt has",
     f"{BENCH} --plot plot.txt": "the name must end in",
-    f"{BENCH} --plot none/plot.png": "there is no directory none",
+    f"{BENCH} --plot none/plot.png": "no directory none",
     "bench --dummy llama-8": "no shape 'llama-8'",
     "bench --dummy broken.jsonl": "broken.jsonl is not valid JSON",
     "bench --dummy llama-8b --prompts rows.jsonl": "contradicts --prompts",
@@ -197,7 +196,7 @@ CASES = {
     # an empty prompt, a prompt longer than the context
     f"generate '' {ON}": "the prompt is empty",
     f"generate ' ' {ON}": "the prompt is empty",
-    f"generate {'x' * 600} {ON}": "tokens, but target 'target' holds 512",
+    f"generate {'x' * 600} {ON}": "the context of target 'target' is 512 tokens",
     f"generate {'x' * 600} --raw {ON}": "the prompt has 600 tokens",
     f"{EVAL} --prompts empty-prompt.jsonl": "empty-prompt.jsonl:2: the prompt is empty",
     f"{EVAL} --prompts long.jsonl": "prompt 'q2': the prompt has 6",
@@ -210,14 +209,14 @@ CASES = {
     f"{GENERATE} --n 0": "n must be at least 1, got 0",
     f"{GENERATE} --json --logprobs 21": "logprobs must be between 0 and 20, or None, got 21",
     f"{GENERATE} --logprobs 2": "--logprobs are reported in the JSON document only",
-    f"{GENERATE} --raw --system s": "the system message 's' has no place",
+    f"{GENERATE} --raw --system s": "--system 's' has no effect",
     f"{GENERATE} --device abacus": "unknown device 'abacus'",
     f"{EVAL} --limit 0": "limit must be at least 1, got 0",
     f"{EVAL} --max-tokens 0": "max_tokens must be at least 1, got 0",
     f"{TRAIN} --data rows.jsonl --num-steps 0": "num_steps must be at least 1, got 0",
     f"{TRAIN} --data rows.jsonl --num-layers 9": "num_layers 9 exceeds the target's 8",
-    f"{TRAIN} --data rows.jsonl --aux-layer-ids 3 99": "99",
-    f"{TRAIN} --data rows.jsonl --mask-token-id 999": "999",
+    f"{TRAIN} --data rows.jsonl --recipe deep-layer.toml": "99",
+    f"{TRAIN} --data rows.jsonl --recipe large-id.toml": "999",
     f"{DOCTOR} --device abacus": "unknown device 'abacus'",
 }
 
@@ -270,7 +269,6 @@ def test_refused(in_world, world, line):
         ("export --output out --bogus", "--bogus"),
         ("doctor --bogus", "--bogus"),
         ("generate", "PROMPT"),
-        ("eval", "--prompts"),
         ("train", "--data"),
         ("export", "--output"),
         ("generate hi --dtype float31", "float31"),

@@ -1,12 +1,10 @@
 """`peagle bench`: the document's keys, the sweep's cells, and where tables, documents and plots go."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from peagle.cli.arguments import TargetArguments
-from peagle.cli.bench import Arguments, eagle3_drafter
+from peagle.bench.offline import shipped_eagle3_drafter
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def test_the_document_is_the_last_line_of_stdout_and_has_every_cell(bench):
 def test_depths_beyond_a_drafters_training_are_left_out_and_said(bench, peagle, on_models, prompts):
     result = bench("--json", "--num-draft-tokens", "2,99", "--methods", "p-eagle", "--concurrency", 1)
     assert [cell["num_draft_tokens"] for cell in result.json["cells"]] == [2]
-    assert "p-eagle is left out at 99 draft tokens" in result.err
+    assert "skipping p-eagle at 99 draft tokens" in result.err
     refused = peagle("bench", "--prompts", prompts, "--num-draft-tokens", 99, *on_models)
     assert refused.status == 2 and "the depth it was trained for" in refused.err
 
@@ -63,7 +61,7 @@ def test_several_prompt_files_are_one_workload(bench, prompts, tmp_path):
 
 def test_the_table_and_the_plot_show_the_methods(bench, tmp_path):
     result = bench("--num-draft-tokens", 2, "--plot", tmp_path / "plot.png")
-    assert "plain" in result.out and "p-eagle K=2" in result.out and "accepted, by position" in result.out
+    assert "plain" in result.out and "p-eagle K=2" in result.out and "acceptance by position" in result.out
     assert "\u2501" not in result.err and "\x1b" not in result.err, "no progress bar where stderr is no terminal"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -83,11 +81,8 @@ def test_a_dummy_run_reports_the_fraction_of_the_limit(peagle, models):
 
 
 def test_the_shipped_control_is_found_as_soon_as_it_is_there(tmp_path, monkeypatch):
-    arguments = Arguments(methods=("none", "eagle3"))
-    monkeypatch.setattr("peagle.cli.bench.ASSETS", tmp_path)
-    assert eagle3_drafter(arguments) is None
+    monkeypatch.setattr("peagle.bench.offline.ASSETS", tmp_path)
+    assert shipped_eagle3_drafter(None) is None
     (tmp_path / "smollm2-135m-instruct-eagle3").mkdir()
-    assert eagle3_drafter(arguments) == str(tmp_path / "smollm2-135m-instruct-eagle3")
-    assert eagle3_drafter(replace(arguments, eagle3_drafter="mine")) == "mine"
-    other = replace(arguments, target=TargetArguments(target="some/model"))
-    assert eagle3_drafter(other) is None, "it belongs to the embedded target alone"
+    assert shipped_eagle3_drafter(None) == str(tmp_path / "smollm2-135m-instruct-eagle3")
+    assert shipped_eagle3_drafter("some/model") is None, "it belongs to the built-in target only"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import Running, running
+from harness.local_server import Running, running
 
 KEY = "sk-tiny-secret"
 
@@ -29,12 +29,12 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SMALL = ("--max-tokens", 8, "--ignore-eos", "--num-warmups", 1)
+SMALL = ("--max-tokens", 8, "--ignore-eos")
 
 
 def test_sweep_prints_one_document(peagle, served, prompts, tmp_path):
     plot = tmp_path / "plot.svg"
-    options = ("--concurrency", "1,2", "--goodput", "ttft:60000,tpot:60000", "--plot", plot, "--label", "tiny run")
+    options = ("--concurrency", "1,2", "--goodput", "ttft:60000,tpot:60000", "--plot", plot)
     result = peagle("bench", "serve", served.url, "--prompts", prompts, *options, *SMALL, "--json", "--detailed")
     assert result.status == 0, result.err
     document = result.json
@@ -46,7 +46,7 @@ def test_sweep_prints_one_document(peagle, served, prompts, tmp_path):
     for row in document["results"]:
         assert row["completed"] == row["num_prompts"] and row["failed"] == 0
         assert row["request_goodput"] == row["request_throughput"], "goals so low are met by all"
-        assert row["output_lens"] == [8] * row["num_prompts"] and row["label"] == "tiny run"
+        assert row["output_lens"] == [8] * row["num_prompts"] and row["label"] is None
         assert row["endpoint_type"] == "openai-chat" and row["burstiness"] == 1.0
     assert plot.read_text().lstrip().startswith("<?xml")
 
@@ -55,7 +55,7 @@ def test_table_and_request_rates(peagle, served, prompts):
     options = ("--endpoint", "completions", "--request-rate", "50,inf", "--num-requests", 3, "--temperature", 1)
     result = peagle("bench", "serve", f"{served.url}/v1", "--prompts", prompts, *options, *SMALL)
     assert result.status == 0, result.err
-    for word in ("rate/s", "50.0", "inf", "3 of 3", "TPOT ms", "accepted, by position"):
+    for word in ("rate", "50.0", "inf", "3 of 3", "TPOT ms", "acceptance by position"):
         assert word in result.out, word
 
 
@@ -65,9 +65,7 @@ def test_fields_of_extra_body_reach_the_server(peagle, served, prompts):
     (row,) = peagle(*asked, plain).json["results"]
     assert row["completed"] == 3 and "spec_decode_num_drafts" not in row
     failed = peagle(*asked, '{"gadgets": 3}')
-    assert failed.status == 2 and "gadgets" in failed.err, "the warm-up tells what the server refuses"
-    unmeasured = peagle(*asked, '{"gadgets": 3}', "--num-warmups", 0)
-    assert unmeasured.status == 1 and unmeasured.json["results"][0]["failed"] == 3
+    assert failed.status == 2 and "gadgets" in failed.err, "the warm-up shows what the server rejects"
 
 
 def test_key_comes_from_a_file_or_the_environment_and_is_not_told(peagle, prompts, tmp_path, monkeypatch):
@@ -80,10 +78,7 @@ def test_key_comes_from_a_file_or_the_environment_and_is_not_told(peagle, prompt
         with_file = peagle(*asked, "--api-key-file", file)
         monkeypatch.setenv("PEAGLE_API_KEY", KEY)
         with_variable = peagle(*asked)
-        monkeypatch.setenv("MY_KEY", KEY)
-        monkeypatch.delenv("PEAGLE_API_KEY")
-        with_other = peagle(*asked, "--api-key-variable", "MY_KEY")
-    for result in (with_file, with_variable, with_other):
+    for result in (with_file, with_variable):
         assert result.status == 0 and result.json["results"][0]["completed"] == 3
         assert KEY not in result.out + result.err
 
@@ -91,17 +86,14 @@ def test_key_comes_from_a_file_or_the_environment_and_is_not_told(peagle, prompt
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ((), "nothing to ask"),
+        ((), "no prompts"),
         (("--prompts", "p", "--concurrency", "0"), "--concurrency must be at least 1"),
         (("--prompts", "p", "--request-rate", "-1"), "--request-rate must be above 0"),
-        (("--prompts", "p", "--goodput", "speed:1"), "no figure 'speed'"),
+        (("--prompts", "p", "--goodput", "speed:1"), "no metric 'speed'"),
         (("--prompts", "p", "--extra-body", "[1]"), "must be a JSON object"),
         (("--prompts", "p", "--extra-body", '{"stream": false}'), "every request streams one answer"),
-        (("--prompts", "p", "--detailed"), "only --json prints"),
-        (("--prompts", "p", "--percentiles", "99,100"), "--percentiles must be from 1 to 99"),
-        (("--prompts", "p", "--api-key-variable", "NOT_SET_HERE"), "NOT_SET_HERE"),
+        (("--prompts", "p", "--detailed"), "--detailed needs --json"),
         (("--prompts", "p", "--plot", "plot.gif"), "must end in"),
-        (("--prompts", "p", "--timeout-seconds", "0"), "--timeout-seconds must be above 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_sent(peagle, prompts, options, complaint):
@@ -115,6 +107,7 @@ def test_server_that_is_not_there_is_explained(peagle, prompts):
     assert result.status == 2 and "http://127.0.0.1:9" in result.err and "--ready-seconds" in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_process_reports_what_was_measured(served, prompts, number):
     words = ["bench", "serve", served.url, "--prompts", str(prompts), "--concurrency", "2", "--num-requests", "100000"]
@@ -132,7 +125,8 @@ def test_interrupted_process_reports_what_was_measured(served, prompts, number):
         time.sleep(0.05)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT and "interrupted" in err and "Traceback" not in err
+    word = "terminated" if number == signal.SIGTERM else "interrupted"
+    assert process.returncode == 128 + number and word in err and "Traceback" not in err
     document = json.loads(out.splitlines()[-1])
     (row,) = document["results"]
     assert document["is_interrupted"] and row["is_interrupted"]

@@ -38,7 +38,7 @@ def test_one_model_is_shown_in_full(peagle):
         "Qwen3MoeForCausalLM",
         "30.5 billion",
         "262144 tokens",
-        "10 draft tokens advised; trained for 18",
+        "10 draft tokens recommended; trained for 18",
         "peagle serve qwen3-coder-30b-a3b-instruct --engine vllm",
     ):
         assert fact in out, fact
@@ -96,7 +96,7 @@ def test_a_head_that_nobody_can_have_is_refused_before_its_target_is_asked_for(p
 
 
 def test_a_model_too_large_for_this_machine_is_refused_by_name_and_numbers(peagle, monkeypatch):
-    monkeypatch.setattr("peagle.targets.capacity.memory_bytes", lambda: 64_000_000_000)
+    monkeypatch.setattr("peagle.targets.capacity.available_bytes", lambda: 64_000_000_000)
     result = peagle("generate", "--target", "gpt-oss-120b", "--dtype", "bfloat16", "--device", "cpu", "hello")
     assert result.status == 2 and "116.8 billion parameters of 2 bytes (bfloat16) take 233.7 GB" in result.err
     assert "peagle serve gpt-oss-120b --engine vllm" in result.err

@@ -13,18 +13,25 @@ import time
 import pytest
 import torch
 
-from peagle.training.generation import Dialog
-from peagle.training.shards import open_shards
-from tiny import tiny_target, write_target
+from harness.tiny_models import tiny_target, write_target
+from peagle.data.prompts import Dialog
+from peagle.data.shards import open_shards
 
 NUM_PROMPTS = 24
 SHORT = ("--max-length", 100, "--max-answer-tokens", 12)
-QUICK = ("--min-answer-tokens", 1, "--system-prompts", "Be.")
+QUICK = 'min_answer_tokens = 1\nsystem_prompts = ["Be."]\ngiven_share = 1.0\nquestion_temperature = 1.0\n'
 
 
 @pytest.fixture
 def on_target(models):
     return ("--target", models / "target", "--dtype", "float32")
+
+
+@pytest.fixture
+def quick(tmp_path):
+    path = tmp_path / "quick.toml"
+    path.write_text(QUICK)
+    return ("--recipe", path)
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def start_and_kill(argv, lines, number, mark=b"\n"):
 def test_regenerate_answers_every_prompt_and_inspect_shows_them(peagle, on_target, prompts, tmp_path):
     result = peagle("data", "regenerate", "--prompts", prompts, "--output", tmp_path / "out", *SHORT, *on_target)
     assert result.status == 0, result.err
-    assert "conversations" in result.out and str(NUM_PROMPTS) in result.out and "disk: an estimated" in result.err
+    assert "conversations" in result.out and str(NUM_PROMPTS) in result.out and "disk: at most about" in result.err
     assert sorted(rows_of(tmp_path / "out")) == list(range(NUM_PROMPTS))
     shown = peagle("data", "inspect", tmp_path / "out", "--target", on_target[1], "--num-examples", 2)
     assert shown.status == 0 and shown.err == ""
@@ -80,7 +87,8 @@ def test_regenerate_answers_every_prompt_and_inspect_shows_them(peagle, on_targe
     assert len(document["examples"]) == 3 and document["length_histogram"]
 
 
-def test_regenerate_killed_in_the_middle_goes_on_without_loss_or_repetition(peagle, on_target, prompts, tmp_path):
+@pytest.mark.slow
+def test_regenerate_killed_in_the_middle_resumes_without_loss_or_repetition(peagle, on_target, prompts, tmp_path):
     command = ("data", "regenerate", "--prompts", prompts, *SHORT, "--max-batch", 2, *on_target)
     status = start_and_kill((*command, "--output", tmp_path / "killed"), tmp_path / "killed" / "shard-00000.jsonl", 5)
     assert status == -signal.SIGKILL
@@ -94,8 +102,11 @@ def test_regenerate_killed_in_the_middle_goes_on_without_loss_or_repetition(peag
     assert finished == rows_of(tmp_path / "whole"), "the same as if it had not been killed"
 
 
-def test_synthesize_killed_in_the_middle_goes_on_without_loss_or_repetition(peagle, on_target, prompts, tmp_path):
-    limits = ("--num-answers", 16, "--max-length", 64, "--keep-cut", "--given-share", 1, *QUICK)
+@pytest.mark.slow
+def test_synthesize_killed_in_the_middle_resumes_without_loss_or_repetition(
+    peagle, on_target, prompts, tmp_path, quick
+):
+    limits = ("--num-answers", 16, "--max-length", 64, "--keep-cut", *quick)
     command = ("data", "synthesize", "--given", prompts, *limits, "--temperatures", 2.0, "--max-batch", 2, *on_target)
     output = ("--output", tmp_path / "out")
     assert start_and_kill((*command, *output), tmp_path / "out" / "shard-00000.jsonl", 4) == -signal.SIGKILL
@@ -121,8 +132,9 @@ def concise_target(directory):
     return write_target(target, directory)
 
 
-def test_synthesize_killed_while_it_invents_questions_goes_on_without_loss_or_repetition(peagle, tmp_path):
-    limits = ("--num-answers", 30, "--max-length", 160, "--temperatures", 1, "--question-temperature", 1, *QUICK)
+@pytest.mark.slow
+def test_synthesize_killed_while_it_invents_questions_goes_on_without_loss_or_repetition(peagle, tmp_path, quick):
+    limits = ("--num-answers", 30, "--max-length", 160, "--temperatures", 1, *quick)
     where = ("--output", tmp_path / "out", "--target", concise_target(tmp_path / "target"), "--dtype", "float32")
     command = ("data", "synthesize", *limits, "--max-batch", 4, *where)
     lines = tmp_path / "out" / "shard-00000.jsonl"
@@ -146,8 +158,8 @@ def test_a_full_disk_in_the_middle_is_explained_and_the_same_command_goes_on(pea
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     saved = rows_of(tmp_path / "out")
     assert result.status == 2 and 0 < len(saved) < NUM_PROMPTS
-    assert f"no room left to write to {tmp_path / 'out'}" in result.err and f"the {len(saved)} rows" in result.err
-    assert "give the same command again: it goes on from there" in result.err
+    assert f"cannot write to {tmp_path / 'out'}: " in result.err and f"the {len(saved)} finished rows" in result.err
+    assert "rerun the command to resume" in result.err
     assert peagle(*command).status == 0
     finished = rows_of(tmp_path / "out")
     assert sorted(finished) == list(range(NUM_PROMPTS)) and saved.items() <= finished.items()
@@ -160,8 +172,8 @@ def test_a_finished_command_given_again_does_nothing_and_says_the_same(peagle, o
     assert [first[name] for name in same] == [again[name] for name in same] and again["seconds"] == 0
 
 
-def test_greedy_answers_are_set_apart_for_measuring(peagle, on_target, prompts, tmp_path):
-    limits = ("--num-answers", 8, "--max-length", 64, "--keep-cut", "--given-share", 1, *QUICK)
+def test_greedy_answers_are_set_apart_for_measuring(peagle, on_target, prompts, tmp_path, quick):
+    limits = ("--num-answers", 8, "--max-length", 64, "--keep-cut", *quick)
     heats = ("--temperatures", 0, 2, "--num-held-out", 1)
     result = peagle("data", "synthesize", "--given", prompts, *limits, *heats, "--output", tmp_path / "out", *on_target)
     assert result.status == 0, result.err
@@ -170,8 +182,9 @@ def test_greedy_answers_are_set_apart_for_measuring(peagle, on_target, prompts, 
     assert all(heat == 0 for _, _, heat in apart.values())
 
 
-def test_the_rate_of_a_run_that_goes_on_counts_its_own_answers_alone(peagle, on_target, prompts, tmp_path):
-    limits = ("--max-length", 64, "--keep-cut", "--keep-loops", "--given-share", 1, *QUICK)
+def test_the_rate_of_a_run_that_goes_on_counts_its_own_answers_alone(peagle, on_target, prompts, tmp_path, quick):
+    limits = ("--max-length", 64, "--keep-cut", *quick)
+    quick[1].write_text(QUICK + "keep_loops = true\n")
     heats = ("--temperatures", 0, "--num-held-out", 8)
     output = ("--output", tmp_path / "out", "--json")
     command = ("data", "synthesize", "--given", prompts, *limits, *heats, *output, *on_target)
@@ -180,10 +193,10 @@ def test_the_rate_of_a_run_that_goes_on_counts_its_own_answers_alone(peagle, on_
     assert second["tokens_per_second"] * second["seconds"] == pytest.approx(num_new, rel=0.5)
 
 
-def test_given_prompts_that_repeat_are_in_the_final_table(peagle, on_target, tmp_path):
+def test_given_prompts_that_repeat_are_in_the_final_table(peagle, on_target, tmp_path, quick):
     path = tmp_path / "prompts.txt"
     path.write_text("the user asks\nthe user asks\nthe user asks more\n")
-    limits = ("--num-answers", 1, "--max-length", 64, "--keep-cut", "--given-share", 1, *QUICK)
+    limits = ("--num-answers", 1, "--max-length", 64, "--keep-cut", *quick)
     result = peagle("data", "synthesize", "--given", path, *limits, "--output", tmp_path / "out", *on_target)
     assert result.status == 0 and re.search(r"dropped, prompt: given before\D+1 ", result.out)
 
@@ -206,7 +219,7 @@ def test_an_interrupt_keeps_what_is_finished(peagle, on_target, prompts, tmp_pat
         assert peagle(*command).status == 130
     assert len(rows_of(tmp_path / "out")) == len(finished)
     shown = peagle("data", "inspect", tmp_path / "out", "--target", on_target[1])
-    assert "unfinished: the same command goes on" in shown.out
+    assert "unfinished: rerun the command to resume" in shown.out
     assert peagle(*command).status == 0 and len(rows_of(tmp_path / "out")) == NUM_PROMPTS
 
 
@@ -249,10 +262,10 @@ def test_broken_json_is_refused_with_file_and_line(peagle, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("synthesize",), "nothing says when to stop"),
+        (("synthesize",), "no stopping condition"),
         (("synthesize", "--num-answers", 0), "num_answers must be above 0, got 0"),
         (("synthesize", "--num-answers", 3, "--max-length", 9999), "max_length 9999 exceeds the target's 512"),
-        (("synthesize", "--num-answers", 10**15, "--max-length", 500), "the disk is too small: an estimated"),
+        (("synthesize", "--num-answers", 10**15, "--max-length", 500), "the disk is too small: at most about"),
         (("regenerate", "--prompts", "none.jsonl"), "no file at none.jsonl"),
         (("regenerat",), "no command 'data regenerat'"),
     ],
@@ -269,7 +282,7 @@ def test_other_settings_and_other_targets_are_refused(peagle, on_target, models,
     refused = peagle(*command, *on_target, "--limit", 3, "--temperatures", 0)
     assert refused.status == 2 and "temperatures was [0.0, 0.0, 0.7, 1.0], is [0.0]" in refused.err
     stranger = peagle(*command, "--limit", 3, "--target", models / "stranger", "--dtype", "float32")
-    assert stranger.status == 2 and "the target's weights were those of 'target'" in stranger.err
+    assert stranger.status == 2 and "the target's weights: was 'target'" in stranger.err
     changed = peagle(*command, *on_target, "--limit", 4)
     assert changed.status == 2 and "prompts was" in changed.err
 
@@ -280,3 +293,9 @@ def test_the_overview_names_every_command(peagle):
         assert result.status == 0 and all(
             f"\n  {name}" in result.out for name in ("synthesize", "regenerate", "inspect")
         )
+
+
+def test_a_setting_of_the_recipe_given_as_an_option_names_its_key(peagle, tmp_path):
+    result = peagle("data", "synthesize", "--output", tmp_path / "out", "--num-answers", 1, "--top-k", 5)
+    assert result.status == 2
+    assert result.err == "error: unknown option --top-k\nhint: set `top_k` in a recipe file: --recipe FILE.toml\n"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peagle import __version__
-from peagle.drafter.evidence import PROMPTS_PATH
+from peagle.compare.evidence import PROMPTS_PATH
 
 
 def test_without_a_directory_the_machine_is_described(peagle):
@@ -49,8 +49,8 @@ def test_a_target_without_a_shipped_drafter_is_described_alone(peagle, models):
 @pytest.mark.parametrize(
     ("where", "found"),
     [
-        ('where = "jumpstart"', "none here: the published drafter of 'house-model' cannot be had"),
-        ('where = "directory"\nsource = "./gone"', "none here: no drafter at"),
+        ('where = "jumpstart"', "none: the published drafter of 'house-model' cannot be downloaded"),
+        ('where = "directory"\nsource = "./gone"', "none: no drafter at"),
     ],
     ids=["jumpstart", "directory"],
 )
@@ -63,7 +63,7 @@ def test_a_target_whose_drafter_cannot_be_had_is_still_described(peagle, models,
     assert result.status == 0, result.err
     assert result.json["target"]["name"] == "house-model"
     assert result.json["drafter"]["found"].startswith(found) and result.json["drafter"]["hint"]
-    assert "none here" in peagle("doctor", "--target", "house-model").out
+    assert "none:" in peagle("doctor", "--target", "house-model").out
 
 
 def test_a_mismatch_fails_and_one_that_is_allowed_is_still_said(peagle, models):
@@ -82,7 +82,7 @@ def test_measured_acceptance_is_shown_and_a_missing_card_is_said(peagle, models,
     assert peagle(*argv, "--json").json["drafter"]["acceptance_length_mt_bench"] == 1.01
     (drafter / "drafter_card.json").unlink()
     result = peagle(*argv)
-    assert "it has no card to check weights and tokenizer by" in result.out and "unknown" in result.out
+    assert "no card, so weights and tokenizer are not checked" in result.out and "unknown" in result.out
     assert "PASS for native; not checked: card, target weights, tokenizer" in result.out
 
 
@@ -134,9 +134,16 @@ def test_vllm_that_is_not_there_is_said_and_its_rules_are_checked(peagle, models
     assert "only its reading rules were checked" in checks["vLLM itself"]["found"]
 
 
-def test_vllm_that_cannot_run_the_directory_fails_the_gate(peagle, models, tmp_path):
+def test_a_vllm_that_is_not_a_program_is_refused(peagle, models, monkeypatch):
+    monkeypatch.setenv("PEAGLE_VLLM_PYTHON", "none")
+    result = peagle("doctor", models / "drafter", "--target", models / "target", "--engine", "vllm")
+    assert result.status == 2 and "none is not an executable" in result.err
+
+
+def test_vllm_that_cannot_run_the_directory_fails_the_gate(peagle, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("PEAGLE_VLLM_PYTHON", "/bin/false")
     drafter = shutil.copytree(models / "drafter", tmp_path / "drafter")
-    argv = ("doctor", drafter, "--target", models / "target", "--engine", "vllm", "--vllm-python", "/bin/false")
+    argv = ("doctor", drafter, "--target", models / "target", "--engine", "vllm")
     result = peagle(*argv, "--json")
     failure = result.json["gate"]["first_difference"]
     assert result.status == 1 and failure["name"] == "vLLM itself"

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from peagle.drafter.checkpoint import load_drafter
+from peagle.checkpoint.native import load_drafter
 from peagle.targets.load import load_target
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from peagle.bench import lossless
+from peagle.compare import lossless
 from peagle.decoding.verify import Verification, verify_greedy
 
-QUICK = "--max-tokens 12 --num-seeds 1 --num-samples 80 --num-sampled-prompts 1 --temperature 0.2"
+QUICK = "--max-tokens 12 --num-seeds 1 --num-samples 80 --temperature 0.2"
 
 
 @pytest.fixture
@@ -20,15 +20,19 @@ def test_the_report_says_lossless_in_float32_with_every_number_and_its_provenanc
     document, kept = result.json, (tmp_path / "report.md").read_text()
     assert result.status == 0 and document["lossless"] is True, kept
     assert [each["num_identical"] for each in document["comparisons"]] == [4, 4, 4, 4]
-    assert all(each["partings"] == [] for each in document["comparisons"])
+    assert all(each["differences"] == [] for each in document["comparisons"])
     assert [each["limit"] is None for each in document["comparisons"]] == [True, True, True, False], "greedy is exact"
-    (distribution,) = document["distributions"]
+    distribution, _ = document["distributions"]
     assert distribution["num_samples"] == 80 == sum(distribution["observed"]) and distribution["num_cells"] > 2
     assert document["num_drafts"] > 0 and document["acceptance_length"] > 1
     assert document["provenance"]["versions"]["torch"] and len(document["drafter"]["tensors"]) == 32
     assert kept.startswith("# Losslessness of p-eagle decoding for target\n")
-    assert "**LOSSLESS.** Every comparison below holds. In float32 no greedy token may differ;" in kept
-    for compared in ("slow decoder with drafts, plain", "engine with drafts, transformers.generate", "seeded sampling"):
+    assert "**LOSSLESS.** Every comparison below holds. In float32 no greedy token may differ," in kept
+    for compared in (
+        "reference decoder with drafts, plain",
+        "engine with drafts, transformers.generate",
+        "seeded sampling",
+    ):
         assert compared in kept
     assert "p of the control" in kept and "## Provenance" in kept and document["target"]["weights"] in kept
 
@@ -48,19 +52,19 @@ def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monke
     result = peagle(*quick, "--json")
     assert result.status == 1 and result.json["lossless"] is False
     first = result.json["comparisons"][0]
-    assert not first["holds"] and first["partings"][0]["gap"] > 0, "each parting is shown with the target's own gap"
+    assert not first["holds"] and first["differences"][0]["gap"] > 0, (
+        "each difference is shown with the target's own gap"
+    )
 
 
 def test_an_engine_that_samples_from_another_distribution_is_not_lossless(peagle, quick, monkeypatch):
-    from peagle.cli import lossless as command
+    answer = lossless.answer_with_engine
 
-    ask = command.ask_engine
-
-    def ask_hotter(target, drafter, settings, prompts, params):
+    def answer_hotter(target, drafter, num_draft_tokens, prompts, params):
         hotter = [each if each.is_greedy else lossless_params(each) for each in params]
-        return ask(target, drafter, settings, prompts, hotter)
+        return answer(target, drafter, num_draft_tokens, prompts, hotter)
 
-    monkeypatch.setattr(command, "ask_engine", ask_hotter)
+    monkeypatch.setattr(lossless, "answer_with_engine", answer_hotter)
     result = peagle(*quick, "--json", "--num-samples", "120")
     assert result.status == 1
     assert [each["holds"] for each in result.json["comparisons"]] == [True, True, True, False], "greedy is untouched"

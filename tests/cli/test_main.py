@@ -24,12 +24,19 @@ def in_new_process(*argv, stdout=subprocess.PIPE):
     return subprocess.run([sys.executable, "-c", code, *argv], stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
 def test_overview_names_every_command_and_the_default_models(peagle, argv):
     result = peagle(*argv)
     assert result.status == 0 and result.err == ""
     assert all(f"\n  {name} " in result.out for name in COMMANDS)
     assert "SmolLM2-135M-Instruct" in result.out
+
+
+def test_without_arguments_the_help_is_short_and_has_an_example(peagle):
+    result = peagle()
+    assert result.status == 0 and result.err == ""
+    assert "peagle generate " in result.out and "peagle --help" in result.out
+    assert len(result.out.splitlines()) < 10
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -74,7 +81,7 @@ def test_an_error_without_a_hint_is_given_one(peagle, monkeypatch):
     stand_in(monkeypatch, fail)
     result = peagle("doctor")
     assert result.status == 2
-    assert result.err == "error: nothing works\nhint: `peagle doctor --help` lists the options and what they take\n"
+    assert result.err == "error: nothing works\nhint: `peagle doctor --help` lists the options\n"
 
 
 def test_a_file_that_the_system_refuses_is_one_paragraph(peagle, monkeypatch, tmp_path):
@@ -99,10 +106,10 @@ def test_an_interrupt_from_the_keyboard_ends_with_status_130(peagle, monkeypatch
     assert (result.status, result.out, result.err) == (130, "", "\ninterrupted\n")
     stand_in(monkeypatch, interrupted, "train")
     result = peagle("train")
-    assert result.err == "\ninterrupted; what is done is kept, and the same command goes on\n"
+    assert result.err == "\ninterrupted; progress is saved, rerun the command to resume\n"
 
 
-def test_being_asked_to_terminate_ends_with_status_130(monkeypatch, capsys):
+def test_sigterm_ends_with_status_143(monkeypatch, capsys):
     def terminated(argv):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
@@ -115,7 +122,7 @@ def test_being_asked_to_terminate_ends_with_status_130(monkeypatch, capsys):
             main()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert end.value.code == 130 and "interrupted" in capsys.readouterr().err
+    assert end.value.code == 143 and "terminated" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_error_to_complain_about():

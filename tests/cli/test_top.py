@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
+from harness.local_server import Running, running
+from harness.stub_server import page, stub
+from peagle.bench.live import view
 from peagle.bench.scrape import Scrape
 from peagle.bench.watch import Watch
-from peagle.cli.top import view
-from serving import Running, running
-from stub_server import page, stub
 
 LABELS = '{engine="0",model_name="m"}'
 
@@ -99,7 +99,7 @@ def test_drift_is_told_as_the_server_judges_it():
     quiet = watch_of(moment(0, more=f"{lines}peagle:acceptance_drift 0")).report()
     assert not quiet["drift"]["has_drifted"] and "DRIFT" not in shown(quiet) and "too few" in shown(quiet)
     waiting = watch_of(moment(0, more="peagle:acceptance_length_baseline 2.5\npeagle:acceptance_drift 0")).report()
-    assert "nothing drafted yet" in shown(waiting)
+    assert "no drafts yet" in shown(waiting)
 
 
 def test_view_shows_what_there_is_and_dashes_for_the_rest():
@@ -107,7 +107,7 @@ def test_view_shows_what_there_is_and_dashes_for_the_rest():
     for word in ("m at http://h", "running", "3", "25.0%", "50.0", "acceptance length 2.50", "TTFT ms", "1 preempted"):
         assert word in text, word
     nothing = shown(watch_of(Scrape({}, 1.0)).report())
-    assert "starting" in nothing and "nothing was drafted" in nothing
+    assert "starting" in nothing and "no drafts" in nothing
     old_vllm = Scrape.parse("vllm:gpu_cache_usage_perc 0.5\nvllm:num_requests_running 1", 0.0)
     assert "50.0%" in shown(watch_of(old_vllm).report())
 
@@ -133,7 +133,7 @@ def test_one_look_without_a_terminal(peagle, served):
 
 def test_addresses_without_metrics_are_explained(peagle):
     nobody = peagle("top", "http://127.0.0.1:9", "--once")
-    assert nobody.status == 2 and "cannot be read" in nobody.err and "peagle serve" in nobody.err
+    assert nobody.status == 2 and "cannot read" in nobody.err and "peagle serve" in nobody.err
     with stub(page(200, b""), page(200, b"<html>hello</html>")) as url:
         other = peagle("top", url, "--once")
     assert other.status == 2 and "Prometheus" in other.err

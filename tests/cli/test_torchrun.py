@@ -58,5 +58,5 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_by_all(arguments, tm
         check=False,
     )
     assert result.returncode != 0
-    assert "error: batch_size 3 cannot be shared by 2 processes\nhint: use a multiple of 2" in result.stderr
+    assert "error: batch_size 3 is not divisible by 2 processes\nhint: use a multiple of 2" in result.stderr
     assert not (tmp_path / "two").exists()

@@ -1,6 +1,9 @@
 """`peagle train`: recipes and flags, a finished drafter that serves, and runs that are stopped and go on."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from safetensors.torch import load_file
@@ -47,8 +50,8 @@ def test_a_recipe_and_flags_make_a_drafter_that_answers(train, peagle, models, t
     result = train(tmp_path / "drafter")
     assert result.status == 0, result.err
     assert result.out == f"{tmp_path / 'drafter'}\n", "stdout is where the drafter is"
-    assert "training on 6 conversations" in result.err and "step 4 of 4: loss " in result.err
-    assert " steps/s, 0:00:00 left" in result.err
+    assert "training on 6 conversations" in result.err and "step 4/4: loss " in result.err
+    assert ", acc@depth 0." in result.err and " tokens/s, " in result.err and " steps/s, ETA 0:00:00" in result.err
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
     assert card["num_draft_tokens"] == 2 and card["training"]["num_steps"] == 4
     chosen = ("--target", models / "target", "--dtype", "float32", "--drafter", tmp_path / "drafter")
@@ -56,11 +59,19 @@ def test_a_recipe_and_flags_make_a_drafter_that_answers(train, peagle, models, t
     assert answered.status == 0 and answered.json["identical_to_plain"] is True
 
 
+@pytest.mark.slow
 def test_a_flag_beside_the_recipe_wins(train, tmp_path):
-    assert train(tmp_path / "drafter", "--num-steps", 1, "--no-fc-norm").status == 0
+    assert train(tmp_path / "drafter", "--num-steps", 1).status == 0
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
     assert card["training"]["num_steps"] == 1 and card["training"]["batch_size"] == 2
-    assert card["training"]["fc_norm"] is False
+
+
+def test_an_option_that_only_recipes_have_names_the_key(train, tmp_path):
+    for option in ("--weight-decay=0.1", "--no-fc-norm"):
+        result = train(tmp_path / "drafter", option)
+        key = option.removeprefix("--no-").removeprefix("--").partition("=")[0].replace("-", "_")
+        assert result.status == 2 and f"error: unknown option {option.partition('=')[0]}\n" in result.err
+        assert f"hint: set `{key}` in a recipe file: --recipe FILE.toml" in result.err
 
 
 def test_a_recipe_can_hold_everything(peagle, models, data, recipe, tmp_path):
@@ -86,6 +97,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name_and_nothing_is_written(
     assert not (tmp_path / "drafter").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_ends_where_an_undisturbed_one_does(train, tmp_path, monkeypatch):
     assert train(tmp_path / "undisturbed").status == 0
     steps = []
@@ -99,16 +111,35 @@ def test_an_interrupted_run_goes_on_and_ends_where_an_undisturbed_one_does(train
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", interrupt_before_the_third)
         stopped = train(tmp_path / "drafter")
-    assert stopped.status == 130 and "interrupted; what is done is kept" in stopped.err and stopped.out == ""
+    assert stopped.status == 130 and "interrupted; progress is saved" in stopped.err and stopped.out == ""
     assert not (tmp_path / "drafter" / "model.safetensors").exists()
 
     refused = train(tmp_path / "drafter", "--learning-rate", 0.5)
     assert refused.status == 2 and "learning_rate was 0.001, is 0.5" in refused.err
 
     result = train(tmp_path / "drafter")
-    assert result.status == 0 and "from step 2" in result.err
+    assert result.status == 0 and "resuming at step 2" in result.err
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("undisturbed", "drafter"))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_the_state_and_exits_with_143(models, data, recipe, tmp_path):
+    output = tmp_path / "drafter"
+    options = ("--target", models / "target", "--dtype", "float32", "--recipe", recipe, "--data", data)
+    argv = ["train", *options, "--output", output, "--num-steps", 100_000]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peagle", *map(str, argv)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    with process.stderr:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("step "):
+                process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143, lines
+    assert "terminated; progress is saved, rerun the command to resume" in lines[-1]
+    assert (output / "run" / "state.pt").exists()
 
 
 def test_held_out_conversations_give_an_acceptance_on_the_card(train, data, tmp_path):
@@ -117,6 +148,7 @@ def test_held_out_conversations_give_an_acceptance_on_the_card(train, data, tmp_
     assert card["acceptance"]["held_out_replay"]["acceptance_length"] >= 1
 
 
+@pytest.mark.slow
 def test_one_command_goes_from_prompts_to_a_checked_drafter(peagle, models, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the user {index}"}) + "\n" for index in range(60)))
@@ -139,6 +171,7 @@ def test_one_command_goes_from_prompts_to_a_checked_drafter(peagle, models, reci
     assert other["data"] == card["data"] | {"name": "data"} and other["acceptance"] == card["acceptance"]
 
 
+@pytest.mark.slow
 def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_path):
     chosen = ("--method", "eagle3", "--num-layers", 1)
     assert train(tmp_path / "control", *chosen).status == 0
@@ -153,7 +186,7 @@ def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_
 
 def test_what_cannot_be_gone_on_from_is_explained(train, tmp_path, models):
     refused = train(tmp_path / "drafter", f"--from={models / 'drafter'}")
-    assert refused.status == 2 and "num_layers is 2 there and 1 in the settings" in refused.err
+    assert refused.status == 2 and "num_layers is 2 there, 1 in the settings" in refused.err
     refused = train(tmp_path / "drafter", "--from", models / "stranger")
-    assert refused.status == 2 and "training cannot go on from" in refused.err
+    assert refused.status == 2 and "cannot train from" in refused.err
     assert not (tmp_path / "drafter").exists()

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.decoding import reference
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.create import config_for_target, create_drafter
-from peagle.drafter.drafting import Draft
+from peagle.drafter.drafting import Draft, DraftingSession
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_target
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [100], [9] * 30, [3, 200, 41, 17, 88, 250, 11]]
 
@@ -90,7 +91,7 @@ class ScriptedSession:
             token if index < self.right_up_to else (token + 1) % self.vocab_size
             for index, token in enumerate(following)
         ]
-        return Draft(tuple(drafts), (1.0,) * num_draft_tokens, None)
+        return Draft(tuple(drafts), (1.0,) * num_draft_tokens, torch.empty(0))
 
 
 @dataclass
@@ -104,6 +105,14 @@ class ScriptedDrafter:
 
     def new_session(self) -> ScriptedSession:
         return ScriptedSession(self.text, self.vocab_size, self.right_up_to)
+
+
+@pytest.fixture(autouse=True)
+def _scripted_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(drafter: Drafter | ScriptedDrafter) -> DraftingSession | ScriptedSession:
+        return drafter.new_session() if isinstance(drafter, ScriptedDrafter) else DraftingSession(drafter)
+
+    monkeypatch.setattr(reference, "DraftingSession", session)
 
 
 @pytest.mark.parametrize("right_up_to", [0, 1, 3, 4])
@@ -130,7 +139,7 @@ def test_the_drafters_cache_never_keeps_placeholders_or_guesses(target: HFTarget
         for previous, step in itertools.pairwise(steps):
             text += previous.token_ids
             aux_hidden = target.forward(torch.tensor([text])).aux_hidden_BTA[0, :-1]
-            fresh = method.new_session().draft(text, aux_hidden, 5)
+            fresh = DraftingSession(method).draft(text, aux_hidden, 5)
             assert fresh.token_ids == step.draft_token_ids
 
 
@@ -145,8 +154,7 @@ def test_sampled_answers_with_a_seed_do_not_depend_on_the_drafter_or_its_depth(
     assert tokens(decode(target, PROMPTS[0], replace(params, seed=12))) != plain
 
 
-@pytest.mark.parametrize("sample_drafts", [False, True])
-def test_sampled_answers_follow_the_targets_distribution(sample_drafts: bool) -> None:
+def test_sampled_answers_follow_the_targets_distribution() -> None:
     """Two-token texts over an 8-token vocabulary, against the target's exact joint distribution (chi-square)."""
     target = tiny_target(num_layers=1, vocab_size=8, initializer_range=0.4)
     config = config_for_target(target, num_layers=1, num_draft_tokens=3, mask_token_id=7)
@@ -159,7 +167,7 @@ def test_sampled_answers_follow_the_targets_distribution(sample_drafts: bool) ->
     accepted = 0
     for seed in range(num_draws):
         params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
-        steps = decode(target, prompt, params, drafter=drafter, num_draft_tokens=3, sample_drafts=sample_drafts)
+        steps = decode(target, prompt, params, drafter=drafter, num_draft_tokens=3)
         first, second = next(steps), next(steps)
         accepted += second.num_accepted
         counts[(first.token_ids[0], second.token_ids[0])] += 1
@@ -236,8 +244,8 @@ def test_impossible_prompts_are_refused_before_anything_runs(target: HFTarget, p
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (SamplingParams(n=2), "this decoder gives one answer, got n = 2"),
-        (SamplingParams(logprobs=0), "this decoder reports no log-probabilities, got logprobs = 0"),
+        (SamplingParams(n=2), "peagle.decode gives one answer, got n=2"),
+        (SamplingParams(logprobs=0), "peagle.decode does not report log-probabilities, got logprobs=0"),
     ],
 )
 def test_what_only_the_engine_gives_is_refused_by_name(target: HFTarget, params: SamplingParams, message: str) -> None:
@@ -259,7 +267,7 @@ def test_a_number_of_draft_tokens_in_the_parameters_takes_the_place_of_the_other
 
 def test_more_draft_tokens_than_there_can_be_are_refused(target: HFTarget, drafter: Drafter) -> None:
     params = SamplingParams(num_draft_tokens=4)
-    with pytest.raises(RequestError, match="num_draft_tokens is 4, but there is no drafter"):
+    with pytest.raises(RequestError, match="num_draft_tokens=4 needs a drafter"):
         decode(target, [5], params)
     with pytest.raises(RequestError, match="at most 3, got 4"):
         decode(target, [5], params, drafter=drafter, num_draft_tokens=3)

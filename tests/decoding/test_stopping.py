@@ -2,10 +2,10 @@
 
 import pytest
 
+from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.stopping import StopCheck
 from peagle.sampling_params import SamplingParams
 from peagle.tokenizer import IncrementalDetokenizer
-from tiny import tiny_tokenizer
 
 EOS = 2
 

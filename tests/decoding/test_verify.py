@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.decoding.verify import Verification, verify_deterministic, verify_greedy, verify_sampled
-from verifying import K, L, V, as_lists, deterministic, random_probs
+from harness.tiny_vocabulary import K, L, V, as_lists, random_probs
+from peagle.decoding.verify import Verification, verify_deterministic, verify_greedy
 
 
 def tensor(values: object) -> Tensor:
@@ -23,20 +23,17 @@ WANTED_L = [1, 2, 3, 4]
 
 
 def call(name: str, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
-    """Verify against the certain target, with drafters that claim to have been certain as well."""
+    """Verify against the certain target."""
     batch_size, num_columns = draft_tokens_BK.shape
     certain_LV = torch.nn.functional.one_hot(tensor(WANTED_L[: num_columns + 1]), V).float()
     probs_BLV = certain_LV.expand(batch_size, -1, -1)
     seed_B, position_B = torch.arange(batch_size), torch.full((batch_size,), 10)
     if name == "greedy":
         return verify_greedy(probs_BLV * 7, draft_tokens_BK, num_draft_B)
-    if name == "deterministic":
-        return verify_deterministic(probs_BLV, draft_tokens_BK, num_draft_B, seed_B, position_B)
-    draft_probs_BKV = torch.nn.functional.one_hot(draft_tokens_BK.clamp(min=0), V).float()
-    return verify_sampled(probs_BLV, draft_probs_BKV, draft_tokens_BK, num_draft_B, seed_B, position_B)
+    return verify_deterministic(probs_BLV, draft_tokens_BK, num_draft_B, seed_B, position_B)
 
 
-every_verifier = pytest.mark.parametrize("name", ["greedy", "deterministic", "sampled"])
+every_verifier = pytest.mark.parametrize("name", ["greedy", "deterministic"])
 
 
 @every_verifier
@@ -93,53 +90,10 @@ def test_greedy_verification_equals_a_plain_loop(data: st.DataObject, num_column
     assert as_lists(result) == ([num_accepted], [wanted_L[num_accepted]])
 
 
-# --- verify_sampled where the formulas divide by zero or leave nothing
-
-
-def one_sampled(target_V: list[float], draft_V: list[float], draft_token: int, num_seeds: int = 1000) -> Verification:
-    """One draft token judged under many seeds; the bonus row of the target is certain of token 0."""
-    target_LV = torch.tensor([target_V, [1.0] + [0.0] * (len(target_V) - 1)])
-    return verify_sampled(
-        target_LV.expand(num_seeds, -1, -1),
-        torch.tensor([draft_V]).expand(num_seeds, -1, -1),
-        torch.full((num_seeds, 1), draft_token),
-        torch.ones(num_seeds, dtype=torch.int64),
-        torch.arange(num_seeds),
-        torch.zeros(num_seeds, dtype=torch.int64),
-    )
-
-
-def test_a_draft_token_of_draft_probability_zero_is_accepted_if_the_target_allows_it() -> None:
-    assert bool((one_sampled([0.2, 0.8], [1.0, 0.0], 1).num_accepted_B == 1).all())
-
-
-def test_a_draft_token_that_neither_side_allows_is_rejected_and_the_target_decides() -> None:
-    result = one_sampled([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], 2)
-    assert bool((result.num_accepted_B == 0).all()), "0 / 0 is a rejection"
-    assert set(result.next_token_B.tolist()) == {0, 1}, "an empty residual falls back on the target"
-
-
-@pytest.mark.parametrize("draft_V", [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.3, 0.3, 0.4]])
-def test_a_greedy_request_gets_its_one_token_from_the_sampled_verifier(draft_V: list[float]) -> None:
-    for draft_token in range(3):
-        result = one_sampled([0.0, 1.0, 0.0], draft_V, draft_token)
-        accepted = draft_token == 1
-        assert bool((result.num_accepted_B == int(accepted)).all())
-        assert bool((result.next_token_B == (0 if accepted else 1)).all())
-
-
-def test_the_sampled_verifier_stops_at_the_last_draft_token_when_all_are_certain_to_be_accepted() -> None:
-    probs_BLV = torch.full((L, L, V), 1 / V)
-    num_draft_B = torch.arange(L)
-    arguments = (torch.zeros(L, K, dtype=torch.int64), num_draft_B, num_draft_B, num_draft_B)
-    assert torch.equal(verify_sampled(probs_BLV, probs_BLV[:, :K], *arguments).num_accepted_B, num_draft_B)
-
-
 def test_garbage_probabilities_in_padding_do_not_leak() -> None:
-    draft_probs_BKV = torch.full((1, 2, 3), float("nan"))
     target_BLV = torch.tensor([[[0.0, 0.0, 1.0], [float("nan")] * 3, [float("nan")] * 3]])
     arguments = (tensor([[99, -7]]), tensor([0]), tensor([1]), tensor([4]))
-    assert as_lists(verify_sampled(target_BLV, draft_probs_BKV, *arguments)) == ([0], [2])
+    assert as_lists(verify_deterministic(target_BLV, *arguments)) == ([0], [2])
 
 
 # --- in a batch, and where it runs
@@ -148,49 +102,44 @@ def test_garbage_probabilities_in_padding_do_not_leak() -> None:
 def random_step(batch_size: int) -> tuple[Tensor, ...]:
     """Arguments of a sampled verification: ragged, with likely draft tokens so that some are accepted."""
     target_BLV = random_probs(batch_size, L, V, seed=1, sharpness=2.0)
-    draft_BKV = random_probs(batch_size, K, V, seed=2, sharpness=0.5)
     row_B = torch.arange(batch_size)
-    return target_BLV, draft_BKV, target_BLV[:, :K].argmax(-1), row_B % L, 7 * row_B, row_B + 3
+    return target_BLV, target_BLV[:, :K].argmax(-1), row_B % L, 7 * row_B, row_B + 3
 
 
 def test_a_request_is_verified_the_same_alone_and_in_a_batch() -> None:
     arguments = random_step(40)
-    for verifier in (deterministic, verify_sampled):
-        together = verifier(*arguments)
-        for row in range(40):
-            alone = verifier(*(part[row : row + 1] for part in arguments))
-            assert as_lists(alone) == ([together[0][row].item()], [together[1][row].item()])
+    together = verify_deterministic(*arguments)
+    for row in range(40):
+        alone = verify_deterministic(*(part[row : row + 1] for part in arguments))
+        assert as_lists(alone) == ([together[0][row].item()], [together[1][row].item()])
 
 
 @pytest.mark.parametrize("num_columns", [0, K])
 def test_verification_never_looks_at_a_value_on_the_host(num_columns: int) -> None:
     """Tensors on the meta device have no values: reading one, or a shape that depends on one, raises."""
     target_BLV = torch.empty(2, num_columns + 1, V, device="meta")
-    draft_BKV = torch.empty(2, num_columns, V, device="meta")
     drafted_BK = torch.empty(2, num_columns, dtype=torch.int64, device="meta")
     keys = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(3)]
     for result in (
         verify_greedy(target_BLV, drafted_BK, keys[0]),
         verify_deterministic(target_BLV, drafted_BK, *keys),
-        verify_sampled(target_BLV, draft_BKV, drafted_BK, *keys),
     ):
         assert all(part.shape == (2,) and part.is_meta for part in result)
 
 
 @pytest.mark.gpu
 def test_verification_is_captured_in_a_cuda_graph_and_equals_the_cpu() -> None:
-    def all_three(*arguments: Tensor) -> list[Verification]:
-        greedy = verify_greedy(arguments[0], *arguments[2:4])
-        return [greedy, deterministic(*arguments), verify_sampled(*arguments)]
+    def both(*arguments: Tensor) -> list[Verification]:
+        return [verify_greedy(*arguments[:3]), verify_deterministic(*arguments)]
 
     on_cpu = random_step(1000)
     on_gpu = [part.cuda() for part in on_cpu]
     with torch.cuda.stream(torch.cuda.Stream()):
-        all_three(*on_gpu)
+        both(*on_gpu)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = all_three(*on_gpu)
+        captured = both(*on_gpu)
     graph.replay()
-    for actual, expected in zip(captured, all_three(*on_cpu), strict=True):
+    for actual, expected in zip(captured, both(*on_cpu), strict=True):
         assert as_lists(actual) == as_lists(expected)

@@ -4,7 +4,7 @@ Legend: B requests, K draft tokens, L = K + 1, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peagle.decoding.sampling import STREAM_DRAFT, STREAM_DRAW, draw, uniform
-from peagle.decoding.verify import Verification, verify_deterministic, verify_sampled
-from verifying import K, L, V, as_lists, deterministic, random_probs
+from harness.tiny_vocabulary import K, L, V, as_lists, random_probs
+from peagle.decoding.verify import Verification, verify_deterministic
+from peagle.kernels.choose import draw
+from peagle.kernels.random_numbers import STREAM_DRAW, uniform
 
+STREAM_DRAFT = STREAM_DRAW + 1
 NUM_SEEDS = 100_000
 
 # --- exact distributions. The target is a table: one distribution for each prefix of 0..K tokens.
@@ -25,7 +27,7 @@ DRAFT_TABLES = [random_probs(V**depth, V, seed=100 + depth, sharpness=1.0) for d
 POSITION = 17
 LIMIT = 5.0
 
-Verifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verification]
+Verifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Verification]
 Choose = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -81,7 +83,6 @@ def decode_texts(verifier: Verifier, draft: str) -> tuple[Tensor, Tensor]:
         drafted_BK = extend(DRAFT_TABLES, text_BL[:, :start], choose)
         num_accepted_B, next_token_B = verifier(
             along(TARGET_TABLES, drafted_BK)[:, start:],
-            along(DRAFT_TABLES, drafted_BK)[:, start:],
             drafted_BK[:, start:],
             torch.full_like(seed_B, K - start),
             seed_B,
@@ -111,75 +112,54 @@ def text_excess(verifier: Verifier, draft: str) -> float:
     return excess(torch.bincount(prefix_rows(text_BL), minlength=V**L).double(), exact_joint())
 
 
-def point_mass(target_BLV: Tensor, draft_BKV: Tensor, drafted_BK: Tensor, *rest: Tensor) -> Verification:
-    """The sampled verifier told that the drafter was certain."""
-    return verify_sampled(target_BLV, torch.nn.functional.one_hot(drafted_BK, V).float(), drafted_BK, *rest)
+# Drafts that were sampled are verified exactly as well: they are only accepted less often than they could be.
+@pytest.mark.parametrize("draft", ["most likely", "sampled"])
+def test_texts_decoded_with_drafts_follow_the_target_exactly(draft: str) -> None:
+    assert text_excess(verify_deterministic, draft) < LIMIT
 
 
-@pytest.mark.parametrize(
-    ("verifier", "draft"),
-    [
-        (deterministic, "most likely"),
-        (deterministic, "sampled"),  # exact as well: it only accepts less often than it could
-        (point_mass, "most likely"),
-        (verify_sampled, "sampled"),
-    ],
-)
-def test_texts_decoded_with_drafts_follow_the_target_exactly(verifier: Verifier, draft: str) -> None:
-    assert text_excess(verifier, draft) < LIMIT
+def acceptance_tail() -> list[float]:
+    """Exact probability that at least 1, 2, .. K of the most likely draft tokens are accepted."""
+    drafts_BK = extend(DRAFT_TABLES, torch.empty(1, 0, dtype=torch.int64), most_likely)
+    kept_BK = along(TARGET_TABLES[:K], drafts_BK).double().gather(2, drafts_BK.unsqueeze(2)).squeeze(2)
+    return kept_BK.cumprod(1)[0].tolist()
 
 
-def acceptance_tail(draft: str) -> list[float]:
-    """Exact probability that at least 1, 2, .. K draft tokens are accepted, summed over every possible draft."""
-    drafts_BK = torch.cartesian_prod(*[torch.arange(V)] * K)
-    kept_BKV = along(TARGET_TABLES[:K], drafts_BK).double()
-    if draft == "sampled":
-        kept_BKV = torch.minimum(kept_BKV, along(DRAFT_TABLES, drafts_BK).double())
-    kept_BK = kept_BKV.gather(2, drafts_BK.unsqueeze(2)).squeeze(2)
-    if draft == "most likely":
-        nothing = torch.empty(1, 0, dtype=torch.int64)
-        kept_BK = kept_BK * (drafts_BK == extend(DRAFT_TABLES, nothing, most_likely))
-    # A prefix of length j shows up in V**(K - j) drafts.
-    return [float(kept_BK[:, :j].prod(1).sum()) / V ** (K - j) for j in range(1, K + 1)]
-
-
-@pytest.mark.parametrize(("verifier", "draft"), [(deterministic, "most likely"), (verify_sampled, "sampled")])
-def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution(verifier: Verifier, draft: str) -> None:
-    _, num_accepted_B = decode_texts(verifier, draft)
-    tail = torch.tensor([1.0, *acceptance_tail(draft), 0.0], dtype=torch.float64)
+def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution() -> None:
+    _, num_accepted_B = decode_texts(verify_deterministic, "most likely")
+    tail = torch.tensor([1.0, *acceptance_tail(), 0.0], dtype=torch.float64)
     assert excess(torch.bincount(num_accepted_B, minlength=L).double(), tail[:-1] - tail[1:]) < LIMIT
 
 
 # --- the same yardstick must refuse verifiers that are wrong
 
 
-def without_subtraction(verifier: Verifier, target_BLV: Tensor, *rest: Tensor) -> Verification:
+def without_subtraction(target_BLV: Tensor, *rest: Tensor) -> Verification:
     """Recovers from the whole target distribution, as if the rejected token had not had its chance."""
-    num_accepted_B, next_token_B = verifier(target_BLV, *rest)
-    _, _, num_draft_B, seed_B, position_B = rest
+    num_accepted_B, next_token_B = verify_deterministic(target_BLV, *rest)
+    _, num_draft_B, seed_B, position_B = rest
     row_BV = target_BLV[torch.arange(len(seed_B)), num_accepted_B]
     again_B = draw(row_BV, uniform(seed_B, position_B + num_accepted_B + 999, STREAM_DRAW))
     return Verification(num_accepted_B, torch.where(num_accepted_B < num_draft_B, again_B, next_token_B))
 
 
 def accept_everything(target_BLV: Tensor, *rest: Tensor) -> Verification:
-    _, _, num_draft_B, seed_B, position_B = rest
+    _, num_draft_B, seed_B, position_B = rest
     return Verification(num_draft_B, draw(target_BLV[:, -1], uniform(seed_B, position_B, STREAM_DRAW)))
 
 
 def judge_by_the_next_row(target_BLV: Tensor, *rest: Tensor) -> Verification:
-    return verify_sampled(target_BLV.roll(-1, dims=1), *rest)
+    return verify_deterministic(target_BLV.roll(-1, dims=1), *rest)
 
 
 @pytest.mark.parametrize(
     ("verifier", "draft"),
     [
-        (partial(without_subtraction, deterministic), "most likely"),
-        (partial(without_subtraction, verify_sampled), "sampled"),
+        (without_subtraction, "most likely"),
         (accept_everything, "sampled"),
         (judge_by_the_next_row, "sampled"),
     ],
-    ids=["point mass not removed", "residual not subtracted", "all accepted", "row off by one"],
+    ids=["point mass not removed", "all accepted", "row off by one"],
 )
 def test_wrong_verifiers_are_caught_by_the_distribution_test(verifier: Verifier, draft: str) -> None:
     assert text_excess(verifier, draft) > 10 * LIMIT, "far beyond chance"
@@ -219,9 +199,8 @@ def test_a_bonus_token_is_the_plain_draw_of_its_position(num_columns: int) -> No
     plain_BL = plain_text(seed_B)
     drafted_BK = plain_BL[:, :num_columns]
     target_BLV = along(TARGET_TABLES[: num_columns + 1], drafted_BK)
-    draft_BKV = target_BLV[:, :num_columns]  # of one mind with the target, so everything is accepted
     for num_draft in range(num_columns + 1):
         arguments = (drafted_BK, torch.full_like(seed_B, num_draft), seed_B, torch.full_like(seed_B, POSITION))
-        num_accepted_B, bonus_B = verify_sampled(target_BLV, draft_BKV, *arguments)
+        num_accepted_B, bonus_B = verify_deterministic(target_BLV, *arguments)
         assert num_accepted_B.unique().tolist() == [num_draft]
         assert torch.equal(bonus_B, plain_BL[:, num_draft])

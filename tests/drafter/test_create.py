@@ -15,11 +15,11 @@ from transformers import (
     PhiForCausalLM,
 )
 
-from passes import aux_of, draft_logits
+from harness.drafter_passes import aux_of, draft_logits
+from harness.tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.errors import ConfigError
 from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_target, tiny_tokenizer
 
 SIZES = {
     "hidden_size": 64,
@@ -57,7 +57,7 @@ def test_a_given_draft_vocabulary_is_the_drafters() -> None:
     drafter = create_drafter(target, config, "target", 0, offsets)
     assert drafter.to_target_ids(torch.arange(4)).tolist() == [4, 5, 11, 12]
     assert torch.equal(drafter.head_VD, target.head_VD[[4, 5, 11, 12]])
-    with pytest.raises(ConfigError, match="a target id of its own below 288"):
+    with pytest.raises(ConfigError, match="distinct target ids below 288"):
         create_drafter(target, config, "target", 0, offsets * 100)
 
 

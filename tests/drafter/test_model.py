@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-from passes import TEXT, aux_of, draft_logits
+from harness.drafter_passes import TEXT, aux_of, draft_logits
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import DenseMemory, Drafter
 from peagle.errors import ConfigError
-from tiny import tiny_drafter, tiny_target
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
@@ -193,7 +193,7 @@ def test_rotary_frequencies_stay_float32_in_a_bfloat16_drafter() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "mrope", "rope_theta": 1e4}, "cannot be used"),
+        ({"rope_type": "mrope", "rope_theta": 1e4}, "are not supported"),
         ({"rope_type": "yarn", "rope_theta": 1e4}, "'factor'"),
         ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "only a part of each head"),
     ],

@@ -7,6 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from harness.tiny_models import tiny_tokenizer
 from peagle.drafter.vocab import (
     check_offsets,
     choose_draft_vocab,
@@ -15,7 +16,6 @@ from peagle.drafter.vocab import (
     vocab_coverage,
 )
 from peagle.errors import ConfigError
-from tiny import tiny_tokenizer
 
 
 def test_the_mask_token_is_the_first_embedding_row_beyond_the_tokenizer() -> None:
@@ -55,7 +55,7 @@ def test_then_it_is_the_last_special_token_that_has_no_role_and_is_not_in_the_te
 
 def test_a_vocabulary_without_an_unused_token_is_refused() -> None:
     tokenizer = tiny_tokenizer()
-    with pytest.raises(ConfigError, match="no unused token among the 268") as caught:
+    with pytest.raises(ConfigError, match="none of the 268 token ids is unused") as caught:
         choose_mask_token_id(tokenizer, len(tokenizer))
     assert "mask_token_id" in str(caught.value.hint)
 
@@ -80,6 +80,6 @@ def test_the_draft_vocabulary_holds_the_most_frequent_tokens() -> None:
 @pytest.mark.parametrize("offsets", [[0, 0, 8], [0, -1, 0], [-1, 0, 0], [1, 0, 0]], ids=str)
 def test_offsets_that_leave_the_vocabulary_or_meet_are_refused(offsets: list[int]) -> None:
     check_offsets(torch.tensor([0, 2, 5]), vocab_size=10)
-    with pytest.raises(ConfigError, match="a target id of its own below 10") as caught:
+    with pytest.raises(ConfigError, match="distinct target ids below 10") as caught:
         check_offsets(torch.tensor(offsets), vocab_size=10)
     assert "offsets" in str(caught.value.hint)

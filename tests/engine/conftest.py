@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_runs import SEED, start
-from families import family_target
+from harness.engine_runs import SEED, start
+from harness.model_families import family_target
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.targets.hf import HFTarget

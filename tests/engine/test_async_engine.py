@@ -12,16 +12,16 @@ from typing import TypeVar
 import pytest
 import torch
 
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.drafter.model import Drafter
 from peagle.engine.async_engine import AsyncEngine
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
 from peagle.engine.outputs import Update
 from peagle.errors import CapacityError, EngineDeadError, RequestError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_target
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ def test_a_waiting_request_can_be_aborted_too(engine: Engine) -> None:
     [
         ([], SHORT, RequestError, "the prompt is empty"),
         ([999], SHORT, RequestError, "between 0 and 287"),
-        ([5], replace(SHORT, num_draft_tokens=4), RequestError, "at most the engine's 3, got 4"),
+        ([5], replace(SHORT, num_draft_tokens=4), RequestError, "num_draft_tokens=4 exceeds the engine's 3"),
         (["word"], SHORT, RequestError, "a list of token ids"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_refused_request_raises_in_its_own_stream_alone(
 
 def test_a_request_that_can_never_fit_is_refused(target: HFTarget) -> None:
     async def use(running: AsyncEngine) -> None:
-        with pytest.raises(CapacityError, match="leaves no room for an answer"):
+        with pytest.raises(CapacityError, match="leaves no room for output"):
             await collect(running.stream([5] * 20, SHORT))
         assert len(tokens(await collect(running.stream([5], replace(SHORT, max_tokens=5))))) == 5
 
@@ -267,12 +267,12 @@ def test_an_error_of_the_engine_reaches_every_stream_and_every_later_call(
         later = [collect(running.stream([5], SHORT)), running.stats(), running.abort("mine")]
         for error in [*results, *await asyncio.gather(*later, return_exceptions=True)]:
             assert isinstance(error, EngineDeadError)
-            assert "the engine has stopped: ZeroDivisionError('a mistake of ours')" in str(error)
+            assert "the engine stopped: ZeroDivisionError('a mistake of ours')" in str(error)
             assert isinstance(error.__cause__, ZeroDivisionError)
 
     pages = weakref.ref(engine.runner.kv_cache.target_memory[0][0])
     run(engine, use)
-    assert "the engine has stopped" in caplog.text, "whoever runs the server sees where it came from"
+    assert "the engine stopped" in caplog.text, "whoever runs the server sees where it came from"
     gc.collect()
     assert pages() is None, "what is still raised must not hold the memory"
 
@@ -337,10 +337,10 @@ def test_closing_ends_open_streams_and_the_thread(engine: Engine) -> None:
         await asyncio.gather(running.close(), running.close())
         assert not running.is_alive and running._thread.is_alive() is False
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, EngineDeadError) and "the engine has been closed" in str(result)
-        with pytest.raises(EngineDeadError, match="has been closed"):
+            assert isinstance(result, EngineDeadError) and "the engine is closed" in str(result)
+        with pytest.raises(EngineDeadError, match="engine is closed"):
             await running.stats()
-        with pytest.raises(EngineDeadError, match="has been closed"):
+        with pytest.raises(EngineDeadError, match="engine is closed"):
             await anext(running.stream([5], SHORT))
 
     run(engine, use)
@@ -394,4 +394,4 @@ def test_an_idle_engine_audits_its_pages_and_stops_where_they_contradict_each_ot
                 await engine.stats()
 
     asyncio.run(main())
-    assert "the engine has stopped" in caplog.text
+    assert "the engine stopped" in caplog.text

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from families import BASE, family_target
+from harness.model_families import BASE, family_target
+from harness.tiny_models import tiny_drafter, tiny_tokenizer
 from peagle.decoding.reference import decode
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
 from peagle.errors import CapacityError, ConfigError, PeagleError, RequestError, TargetError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_tokenizer
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -36,10 +36,14 @@ def engine(target: HFTarget) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"num_pages": 2**40}, CapacityError, "pages take .* GiB, but .* GiB can be had.*\nhint: ask for at most"),
+        (
+            {"num_pages": 2**40},
+            CapacityError,
+            "num_pages=.* takes .* GiB, but .* GiB is available.*\nhint: use at most",
+        ),
         ({"num_pages": 3, "page_size": 4}, CapacityError, "room for 3 pages of 4 tokens .* full length needs 40"),
         ({"memory_share": 1e-9}, CapacityError, "room for 0 pages of 32 tokens"),
-        ({"max_length": 161}, ConfigError, "max_length is 161, but target 'tiny-llama' holds 160 tokens"),
+        ({"max_length": 161}, ConfigError, "max_length=161 exceeds the 160 tokens of target 'tiny-llama'"),
         ({"max_length": 1}, ConfigError, "max_length must be at least 2, got 1"),
         ({"page_size": 0}, ConfigError, "page_size must be at least 1, got 0"),
         ({"memory_share": 1.5}, ConfigError, "memory_share must be above 0 and at most 1, got 1.5"),
@@ -58,8 +62,8 @@ def test_a_budget_that_cannot_hold_is_refused_at_start_with_the_numbers(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"drafter": None, "num_draft_tokens": 3}, "num_draft_tokens is 3, but there is no drafter"),
-        ({"drafter": "own", "num_draft_tokens": 0}, "num_draft_tokens is 0, but a drafter is given"),
+        ({"drafter": None, "num_draft_tokens": 3}, "num_draft_tokens=3 needs a drafter"),
+        ({"drafter": "own", "num_draft_tokens": 0}, "num_draft_tokens=0 contradicts the given drafter"),
         ({"drafter": "own", "num_draft_tokens": 9}, "between 1 and 4, the depth it was trained for, got 9"),
         ({"drafter": "own", "num_draft_tokens": -1}, "num_draft_tokens must be"),
         ({"drafter": "auto", "num_draft_tokens": 3}, "no drafter ships for 'tiny-llama'"),
@@ -104,7 +108,7 @@ def test_a_layer_that_attends_by_itself_is_refused_by_its_number_and_the_target_
     target = family_target("llama")
     target.layers[2].self_attn = OwnAttention()
     before = target.forward(torch.tensor([[5, 6, 7]])).logits_BTV
-    with pytest.raises(TargetError, match="layer 2 of LlamaForCausalLM does not attend through") as caught:
+    with pytest.raises(TargetError, match="layer 2 of LlamaForCausalLM does not use transformers' attention") as caught:
         Engine(target)
     assert "hint:" in str(caught.value)
     assert torch.equal(target.forward(torch.tensor([[5, 6, 7]])).logits_BTV, before)
@@ -114,7 +118,7 @@ def test_a_target_whose_mask_our_attention_does_not_make_is_refused_by_its_kind(
     sizes = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
     config = Llama4TextConfig(**BASE, **sizes, layer_types=["chunked_attention"] * 3 + ["full_attention"])
     target = HFTarget(Llama4ForCausalLM(config), tiny_tokenizer(), name="chunks")
-    with pytest.raises(TargetError, match="Llama4ForCausalLM has layers of chunked_attention"):
+    with pytest.raises(TargetError, match="Llama4ForCausalLM has layers of type chunked_attention"):
         Engine(target)
 
 
@@ -122,18 +126,18 @@ def test_a_target_whose_mask_our_attention_does_not_make_is_refused_by_its_kind(
     ("prompt", "params", "message"),
     [
         ([], {}, "the prompt is empty"),
-        ([5] * 60, {}, "the prompt has 60 tokens, which leaves no room for an answer"),
+        ([5] * 60, {}, "a prompt of 60 tokens leaves no room for output"),
         ([5] * 200, {}, "200 tokens"),
         ([272], {}, "between 0 and 271"),
         ([-1], {}, "between 0 and 271"),
-        ([1.5, 2], {}, "a prompt is a list of token ids"),
-        ("text", {}, "a prompt is a list of token ids"),
-        ([5], {"num_draft_tokens": 4}, "num_draft_tokens must be at most the engine's 3, got 4"),
+        ([1.5, 2], {}, "the prompt must be a list of token ids"),
+        ("text", {}, "the prompt must be a list of token ids"),
+        ([5], {"num_draft_tokens": 4}, "num_draft_tokens=4 exceeds the engine's 3"),
         ([5], {"max_tokens": 3.5}, "max_tokens must be a whole number, got 3.5"),
         ([5], {"seed": 1.5}, "seed must be a whole number, got 1.5"),
         ([5], {"stop": (5,)}, "stop must be"),
         ([5], {"stop": "text"}, "stop must be"),
-        ([5], {"stop_token_ids": (1.5,)}, "stop_token_ids must name tokens by their ids"),
+        ([5], {"stop_token_ids": (1.5,)}, "stop_token_ids must contain token ids"),
     ],
 )
 def test_a_refused_request_leaves_the_others_their_answers(
@@ -156,7 +160,7 @@ def test_a_refused_request_leaves_the_others_their_answers(
 
 def test_a_text_that_needs_more_pages_than_there_are_is_refused_and_a_shorter_one_is_not(target: HFTarget) -> None:
     engine = Engine(family_target("llama"), None, 0, EngineConfig(page_size=4, max_length=40, num_pages=10))
-    with pytest.raises(CapacityError, match="at most 40"):
+    with pytest.raises(CapacityError, match="max_length=40"):
         engine.add([5] * 45, SamplingParams(max_tokens=2))
     engine.add([5] * 30, SamplingParams(max_tokens=500))
     while engine.has_work:

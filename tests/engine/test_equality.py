@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from families import FAMILIES, family_target, sequential, trained_drafter
-from peagle.bench.acceptance import NEAR_TIE, gap_to_best
+from harness.model_families import FAMILIES, family_target, sequential, trained_drafter
+from peagle.compare.divergence import NEAR_TIE, gap_to_best
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import EngineStats, RequestOutput, Update
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
 MAX_TOKENS = 16
@@ -188,6 +188,7 @@ def test_sixteen_requests_of_mixed_lengths_get_the_targets_own_answers(case: Cas
         assert_mixed(served.stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_one_gets_the_same_answers_as_a_batch_of_sixteen(case: Case, method: str) -> None:
     prompts = [PROMPTS[index] for index in SOME]
@@ -197,6 +198,7 @@ def test_a_batch_of_one_gets_the_same_answers_as_a_batch_of_sixteen(case: Case, 
         assert_same_drafts(found, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method: str) -> None:
     served = serve_once(case, method, PROMPTS, **TIGHT)
@@ -210,7 +212,7 @@ def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method
 
 
 def test_verifying_only_the_likeliest_drafts_of_a_batch_changes_no_token(case: Case) -> None:
-    served = serve_once(case, "p-eagle", PROMPTS, verify_rows=40, **ROOMY)
+    served = serve_once(case, "p-eagle", PROMPTS, verify_tokens=40, **ROOMY)
     assert_same(case.target, served.answers, case.answers, PROMPTS)
     assert_mixed(served.stats)
     assert served.stats.num_draft_tokens < METHODS["p-eagle"] * served.stats.num_drafts, "some were left out"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from families import FAMILIES, family_target, sequential, trained_drafter, twin
+from harness.model_families import FAMILIES, family_target, sequential, trained_drafter, twin
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -64,7 +64,7 @@ def test_verifying_the_likeliest_drafts_in_captured_steps_changes_no_token() -> 
     for device in ("cpu", "cuda"):
         target.model.to(device)
         for own, num_drafts in ((twin(parallel, target), 4), (sequential(parallel, target), 3)):
-            with LLM(target, own, num_drafts, verify_rows=20, num_pages=160, **SMALL) as llm:
+            with LLM(target, own, num_drafts, verify_tokens=20, num_pages=160, **SMALL) as llm:
                 outputs = llm.generate(PROMPTS, params)
                 stats = llm.engine.stats()
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected

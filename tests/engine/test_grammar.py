@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
-from families import family_target, sequential, trained_drafter
+from harness.engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
+from harness.model_families import family_target, sequential, trained_drafter
+from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -19,10 +20,10 @@ from peagle.engine.outputs import RequestOutput
 from peagle.errors import MissingExtraError, RequestError, TargetError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
-from tiny import tiny_tokenizer
 
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
+SETTINGS = [{"page_size": 4}, pytest.param({"max_batch": 1, "max_length": 110}, marks=pytest.mark.slow), TIGHT]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -100,7 +101,7 @@ def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_d
 
 
 @pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
-@pytest.mark.parametrize("settings", [{"page_size": 4}, {"max_batch": 1, "max_length": 110}, TIGHT])
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
 ) -> None:
@@ -236,8 +237,8 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
         (lambda: Grammar("choice", ()), "a grammar of kind choice takes a list of non-empty strings"),
         (lambda: Grammar("choice", ("a", "")), "a grammar of kind choice takes a list of non-empty strings"),
         (lambda: Grammar("regex"), "a grammar of kind regex takes a regular expression, got None"),
-        (lambda: SamplingParams(grammar=Grammar("json_object"), ignore_eos=True), "ignore_eos must be off where a gr"),
-        (lambda: SamplingParams(grammar=Grammar("json_object"), min_tokens=3), "min_tokens must be 0 where a grammar"),
+        (lambda: SamplingParams(grammar=Grammar("json_object"), ignore_eos=True), "ignore_eos must be off with a gr"),
+        (lambda: SamplingParams(grammar=Grammar("json_object"), min_tokens=3), "min_tokens must be 0 with a grammar"),
     ],
 )
 def test_a_grammar_that_is_none_is_refused(make: Any, message: str) -> None:
@@ -249,12 +250,12 @@ def test_a_grammar_that_is_none_is_refused(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar("regex", "("), "the regex of the grammar cannot be followed: .*unclosed group"),
+        (Grammar("regex", "("), "the regex grammar is not supported: .*unclosed group"),
         (
             Grammar("json_schema", '{"type": "nonsense"}'),
-            "the json_schema of the grammar cannot be followed: .*nonsense",
+            "the json_schema grammar is not supported: .*nonsense",
         ),
-        (Grammar("json_schema", '{"not": {}}'), 'cannot be followed: .*"not"'),
+        (Grammar("json_schema", '{"not": {}}'), 'is not supported: .*"not"'),
     ],
 )
 def test_a_grammar_that_cannot_be_followed_is_refused_and_harms_nobody(
@@ -277,7 +278,7 @@ def test_a_tokenizer_that_the_library_would_misread_is_read_right_or_refused() -
     guide.advance(text[:1])
     assert guide.plan([3, 3], np.empty((3, 9), np.int32))[0] == text[1], "a space is known as one"
     broken.tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()
-    with pytest.raises(TargetError, match="'tiny-llama' has a tokenizer that the library for grammars misreads"):
+    with pytest.raises(TargetError, match="llguidance misreads the tokenizer of target 'tiny-llama'"):
         make_guide(broken, Grammar("json_object"))
 
 

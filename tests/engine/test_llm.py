@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import peagle
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -16,7 +17,6 @@ from peagle.errors import CapacityError, ConfigError, EngineDeadError, RequestEr
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import render_chat
-from tiny import tiny_drafter, tiny_target
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [100]]
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_conversations_go_through_the_chat_template(llm: LLM) -> None:
 def test_each_prompt_can_have_parameters_of_its_own(llm: LLM) -> None:
     params = [replace(PARAMS, max_tokens=number) for number in (1, 2, 9)]
     assert [len(ids(output)) for output in llm.generate(PROMPTS, params)] == [1, 2, 9]
-    with pytest.raises(RequestError, match="3 prompts and 2 sampling parameters"):
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
         llm.generate(PROMPTS, params[:2])
 
 
@@ -150,7 +150,7 @@ def test_one_request_can_do_without_drafts(llm: LLM) -> None:
     assert ids(drafted) == ids(bare) == ids(fewer)
     assert drafted.metrics.acceptance.num_drafts > 0 and bare.metrics.acceptance.num_drafts == 0
     assert fewer.metrics.acceptance.accepted_per_position[1:] == (0,) * (K - 1), "one draft token has one position"
-    with pytest.raises(RequestError, match="num_draft_tokens must be at most the engine's 3, got 4"):
+    with pytest.raises(RequestError, match="num_draft_tokens=4 exceeds the engine's 3"):
         llm.generate([PROMPTS[1]], replace(PARAMS, num_draft_tokens=4))
 
 
@@ -176,12 +176,12 @@ def test_answers_named_like_another_request_are_refused_whole(llm: LLM) -> None:
     ("settings", "message"),
     [
         ({"max_bach": 4}, "unknown setting 'max_bach'\nhint: did you mean 'max_batch'?"),
-        ({"xyz": 4}, "unknown setting 'xyz'\nhint: known: capture, capture_adjusted, compile"),
+        ({"xyz": 4}, "unknown setting 'xyz'\nhint: known: capture_adjusted, eager, max_batch"),
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
-        ({"max_length": 1024}, "max_length is 1024, but target 'tiny' holds 512 tokens"),
-        ({"num_draft_tokens": -1}, "num_draft_tokens must be 0 or more, got -1"),
+        ({"max_length": 1024}, "max_length=1024 exceeds the 512 tokens of target 'tiny'"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0, got -1"),
         ({"num_draft_tokens": 5}, "between 1 and 4, the depth it was trained for, got 5"),
-        ({"num_draft_tokens": 0}, "num_draft_tokens is 0, but a drafter is given"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 contradicts the given drafter"),
     ],
 )
 def test_impossible_settings_are_refused_and_leave_the_target_alone(
@@ -240,11 +240,11 @@ def test_closing_gives_the_target_back_as_it_was(target: HFTarget, drafter: Draf
     assert torch.equal(after.logits_BTV, before.logits_BTV) and torch.equal(after.aux_hidden_BTA, before.aux_hidden_BTA)
     assert set(target.model.state_dict()) == names
     assert all("forward" not in module.__dict__ for module in target.model.modules())
-    with pytest.raises(EngineDeadError, match="the engine has been closed"):
+    with pytest.raises(EngineDeadError, match="the engine is closed"):
         llm.generate([PROMPTS[0]], PARAMS)
 
 
-PLACES = ["scheduler.plan", "scheduler.committed", "scheduler.finish", "runner.launch", "runner._decode", "_take_in"]
+PLACES = ["scheduler.plan", "scheduler.commit", "scheduler.finish", "runner.launch", "runner._decode", "_process"]
 
 
 @pytest.mark.parametrize("place", PLACES)

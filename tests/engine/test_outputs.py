@@ -8,16 +8,16 @@ from itertools import islice
 
 import pytest
 
-from families import family_target, trained_drafter
+from harness.model_families import family_target, trained_drafter
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.async_engine import AsyncEngine
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput, Update
 from peagle.errors import CapacityError, ConfigError, QueueFullError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
 NUM_DRAFT_TOKENS = 4
@@ -138,18 +138,18 @@ def test_an_aborted_request_tells_how_far_it_came(small: Engine) -> None:
 
 def test_one_request_more_than_may_wait_is_refused_until_another_has_gone(small: Engine) -> None:
     names = [small.add(prompt, PARAMS) for prompt in PROMPTS[:5]]
-    with pytest.raises(QueueFullError, match="5 requests wait already, and at most 3 may") as caught:
+    with pytest.raises(QueueFullError, match=r"the queue is full \(5 waiting, max_waiting=3\)") as caught:
         small.add(PROMPTS[5], PARAMS)
     assert isinstance(caught.value, CapacityError) and caught.value.hint is not None
     small.step()
     assert (small.stats().num_running, small.stats().num_waiting) == (2, 3)
-    with pytest.raises(QueueFullError, match="3 requests wait already"):
+    with pytest.raises(QueueFullError, match=r"the queue is full \(3 waiting"):
         small.add(PROMPTS[5], PARAMS)
     small.abort(names[4])
     with pytest.raises(QueueFullError):
         small.add(PROMPTS[5], replace(PARAMS, n=2))
     names[4] = small.add(PROMPTS[5], PARAMS)
-    with pytest.raises(CapacityError, match="6 answers are more than run and wait at the same time, 5"):
+    with pytest.raises(CapacityError, match=r"n=6 exceeds capacity \(batch \+ queue = 5\)"):
         small.add(PROMPTS[6], replace(PARAMS, n=6))
     assert set(run(small)) == set(names), "nobody who was let in is lost"
     assert small.stats().num_refused == 3
@@ -174,5 +174,5 @@ def test_a_full_queue_reaches_the_stream_that_met_it(small: Engine) -> None:
 
 
 def test_a_queue_of_negative_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_waiting must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="max_waiting must be at least 0, got -1"):
         EngineConfig(max_waiting=-1)

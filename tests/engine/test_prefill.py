@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from families import sequential
+from harness.model_families import sequential
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.drafter.model import Drafter
-from peagle.engine import runner
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
-from tiny import tiny_drafter, tiny_target
+from peagle.worker import runner
 
 PROMPT = random.Random(1).choices(range(3, 260), k=40)
 NUM_DRAFT_TOKENS = 4

@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine_runs import answer, run, start
-from families import trained_drafter
+from harness.engine_runs import answer, run, start
+from harness.model_families import trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
-from peagle.engine import scheduler as scheduler_module
 from peagle.engine.engine import Engine
-from peagle.engine.outputs import TokenLogprobs, Update
+from peagle.engine.outputs import Update
 from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
+from peagle.scheduling import scheduler as scheduler_module
+from peagle.scheduling.request import TokenLogprobs
 from peagle.targets.hf import HFTarget
 
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 31)] for index in range(16)]
@@ -42,7 +43,10 @@ def check(found: tuple[TokenLogprobs | None, ...] | None, target: HFTarget, prom
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
-@pytest.mark.parametrize("settings", [{"page_size": 4}, {"page_size": 4, "prefill_tokens": 5}, TIGHT])
+@pytest.mark.parametrize(
+    "settings",
+    [{"page_size": 4}, pytest.param({"page_size": 4, "prefill_tokens": 5}, marks=pytest.mark.slow), TIGHT],
+)
 def test_prompts_are_scored_as_by_the_targets_own_forward_whatever_runs_beside_them(
     target: HFTarget, drafter: Drafter, settings: dict[str, Any], has_drafter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,5 +120,5 @@ def test_a_prompt_of_one_token_has_nothing_to_score(engine: Engine) -> None:
 def test_numbers_out_of_range_and_the_reference_decoder_refuse(target: HFTarget) -> None:
     with pytest.raises(RequestError, match="prompt_logprobs must be between 0 and 20, or None, got 21"):
         SamplingParams(prompt_logprobs=21)
-    with pytest.raises(RequestError, match="this decoder reports no log-probabilities, got prompt_logprobs = 1"):
+    with pytest.raises(RequestError, match="does not report log-probabilities, got prompt_logprobs=1"):
         decode(target, [5], SamplingParams(prompt_logprobs=1))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_runs import NUM_DRAFT_TOKENS, run, start
-from families import sequential, trained_drafter
+from harness.engine_runs import NUM_DRAFT_TOKENS, run, start
+from harness.model_families import sequential, trained_drafter
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine

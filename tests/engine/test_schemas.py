@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine_runs import serve
-from peagle.engine.config import EngineConfig
+from harness.engine_runs import serve
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.engine.engine import Engine
 from peagle.sampling_params import Grammar, SamplingParams
-from tiny import tiny_drafter, tiny_target
+from peagle.scheduling.config import EngineConfig
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "schema_acceptance.py"))
 NUM_SCHEMAS = 24
@@ -29,7 +29,7 @@ def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
     match kind:
         case "object":
             names = dice.sample(NAMES, dice.randint(1, 3))
-            return dict(BENCHMARK["described"]({name: random_schema(dice, depth + 1) for name in names}))
+            return dict(BENCHMARK["object_schema"]({name: random_schema(dice, depth + 1) for name in names}))
         case "array":
             least = dice.randint(0, 2)
             most = least + dice.randint(0, 2)
@@ -73,7 +73,7 @@ def test_answers_by_random_schemas_always_parse_and_fit(has_drafts: bool) -> Non
 
 def test_the_judge_of_schemas_can_say_no() -> None:
     fits = BENCHMARK["parses_and_fits"]
-    schema = BENCHMARK["described"]({"n": {"type": "integer", "minimum": 1, "maximum": 5}, "t": {"enum": ["a"]}})
+    schema = BENCHMARK["object_schema"]({"n": {"type": "integer", "minimum": 1, "maximum": 5}, "t": {"enum": ["a"]}})
     assert fits('{"n": 3, "t": "a"}', schema)
     for wrong in ('{"n": 3}', '{"n": 6, "t": "a"}', '{"n": true, "t": "a"}', '{"n": 3, "t": "b"}', '{"n": 3, "t": "a"'):
         assert not fits(wrong, schema), wrong

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from families import BASE, trained_drafter
+from harness.model_families import BASE, trained_drafter
+from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.reference import decode
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
 from peagle.sampling_params import Grammar, SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
-from tiny import tiny_tokenizer
 
 NUM_REQUESTS = 10_000
 NUM_KINDS = 60

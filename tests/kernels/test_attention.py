@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels import attention
+from peagle.kernels import tilings
 from peagle.kernels.attention import (
-    NUM_COUNTERS,
-    SHARED_BYTES_OF_DEPTH,
     WASTE_PAGE,
-    Cut,
     PagedRows,
-    Processors,
     paged_attention,
     paged_attention_torch,
+    paged_attention_triton,
 )
+from peagle.kernels.tilings import DEEP_PIPELINE_BYTES, NUM_COUNTERS, AttentionTiling, Gpu, attention_tiling
 
 triton = pytest.importorskip("triton")
 
@@ -160,8 +158,6 @@ def test_pytorch_attention_follows_the_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_triton_attention_equals_pytorch(name: str) -> None:
-    from peagle.kernels.attention_triton import paged_attention_triton
-
     case = CASES[name]
     built = build(case)
     expected, found = run(paged_attention_torch, *built), run(paged_attention_triton, *built)
@@ -171,16 +167,14 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-CUTS = [Cut(16, 16, 1), Cut(16, 16, 3), Cut(32, 16, 2), Cut(64, 32, 4), Cut(16, 16, 3, num_stages=7)]
+TILINGS = [AttentionTiling(*sizes) for sizes in ((16, 16, 1), (16, 16, 3), (32, 16, 2), (64, 32, 4), (16, 16, 3, 4, 7))]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_triton_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
-    from peagle.kernels.attention_triton import paged_attention_triton
-
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_triton_attention_is_the_same_with_any_tiling(monkeypatch: pytest.MonkeyPatch, tiling: AttentionTiling) -> None:
     built = build(Case(((70, 12), (3, 1), (0, 9), (130, 7)), window=40))
     expected = run(paged_attention_torch, *built)
-    monkeypatch.setattr(attention, "cut", lambda *_: cut)
+    monkeypatch.setattr(tilings, "attention_tiling", lambda *_: tiling)
     for _ in range(2):  # what one call counts, the next finds at zero again
         found = run(paged_attention_triton, *built)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
@@ -188,19 +182,17 @@ def test_triton_attention_is_the_same_however_it_is_cut(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cut_fits_the_gpu_it_is_for(width: int, dtype: torch.dtype) -> None:
-    small, large = Processors(58, 100 << 10), Processors(132, SHARED_BYTES_OF_DEPTH)
-    for processors, num_entries, num_teams in itertools.product(
-        (small, large), (1, 16, 24, 64, 900), (1, 24, 192, 999)
-    ):
-        tile, step, num_splits, _, num_stages = attention.cut(num_entries, num_teams, width, dtype, processors)
+def test_a_tiling_fits_its_gpu(width: int, dtype: torch.dtype) -> None:
+    small, large = Gpu(58, 100 << 10), Gpu(132, DEEP_PIPELINE_BYTES)
+    for gpu, num_entries, num_pairs in itertools.product((small, large), (1, 16, 24, 64, 900), (1, 24, 192, 999)):
+        tile, step, num_splits, _, num_stages = attention_tiling(num_entries, num_pairs, width, dtype, gpu)
         num_tiles = -(-num_entries // tile)
-        assert num_splits == 1 or (num_tiles + 1) * num_teams <= NUM_COUNTERS, "a counter for each tile that is split"
+        assert num_splits == 1 or (num_tiles + 1) * num_pairs <= NUM_COUNTERS, "a counter for each tile that is split"
         # Finding a page takes a stage as well. Large tiles are multiplied where the keys lie, which stay for one more.
         num_held = max(1, (num_stages - 1) // 2) + (tile == 64 and dtype == torch.bfloat16)
         step_bytes = 2 * step * width * dtype.itemsize
         num_beside = 2 if num_stages > 2 else 1
-        assert num_held * step_bytes * num_beside <= processors.shared_bytes, "with steps in flight there are two"
+        assert num_held * step_bytes * num_beside <= gpu.shared_bytes, "with steps in flight there are two"
 
 
 def test_rows_sent_to_the_waste_page_leave_the_others_alone() -> None:

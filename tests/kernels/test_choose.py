@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.choose import choose_tokens, choose_tokens_torch, draw, target_probs, uniform
+from peagle.kernels.choose import choose_tokens, choose_tokens_torch, choose_tokens_triton, draw, target_probs
+from peagle.kernels.random_numbers import uniform
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -55,7 +56,7 @@ def keys(num_requests: int) -> tuple[Tensor, Tensor]:
 
 def by_triton(logits_NV: Tensor, *settings_B: Tensor) -> Tensor:
     moved = [part.to(DEVICE) for part in (logits_NV, *settings_B)]
-    return choose_triton.choose_tokens_triton(*moved, STREAM).cpu()
+    return choose_tokens_triton(*moved, STREAM).cpu()
 
 
 def assert_right(tokens_N: Tensor, logits_NV: Tensor, *settings: Tensor) -> None:
@@ -91,7 +92,7 @@ def test_rows_that_all_need_little_are_chosen_alike(name: str) -> None:
     assert torch.equal(choose_tokens(logits_NV, *warp, *key, STREAM), expected_N)
 
 
-@pytest.mark.parametrize("function", [choose_tokens_torch, choose_triton.choose_tokens_triton])
+@pytest.mark.parametrize("function", [choose_tokens_torch, choose_tokens_triton])
 def test_rows_of_one_request_share_its_settings_and_decide_one_position_after_the_other(
     function: Callable[..., Tensor],
 ) -> None:
@@ -103,12 +104,12 @@ def test_rows_of_one_request_share_its_settings_and_decide_one_position_after_th
     assert torch.equal(function(logits_NV, *settings_B, STREAM), function(logits_NV, *settings_N, STREAM))
 
 
-@pytest.mark.parametrize("function", [choose_tokens_torch, choose_triton.choose_tokens_triton])
+@pytest.mark.parametrize("function", [choose_tokens_torch, choose_tokens_triton])
 def test_no_rows_give_no_tokens_and_uneven_rows_are_refused(function: Callable[..., Tensor]) -> None:
     settings = [part.to(DEVICE) for part in (*columns([WARPS["plain"]] * 2), *keys(2))]
     none = function(torch.empty(0, 9, device=DEVICE), *(part[:0] for part in settings), STREAM)
     assert none.shape == (0,) and none.dtype == torch.int64
-    with pytest.raises(ValueError, match="3 rows of logits cannot be shared out evenly among 2 requests"):
+    with pytest.raises(ValueError, match="3 rows of logits do not divide evenly among 2 requests"):
         function(torch.zeros(3, 9, device=DEVICE), *settings, STREAM)
 
 
@@ -125,10 +126,11 @@ def test_the_operator_keeps_the_rules_of_torch_library_and_compiles_in_one_graph
     assert torch.equal(compiled(logits_NV, *settings), step(logits_NV, *settings))
 
 
+@pytest.mark.slow
 def test_choosing_on_a_cpu_works_where_triton_is_not_installed() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from peagle.decoding.sampling import choose_tokens\n"
+        "import torch; from peagle.kernels.choose import choose_tokens\n"
         "one = torch.ones(1); zero = torch.zeros(1, dtype=torch.int64)\n"
         "print(choose_tokens(torch.tensor([[0.0, 9.0]]), 0 * one, zero, one, 0 * one, zero, zero, 0).tolist())\n"
     )
@@ -217,7 +219,9 @@ def test_top_p_of_triton_is_measured_on_what_top_k_left() -> None:
     assert drawn(logits_V, 1.0, 0, 0.55, 0.0, 6) == {1, 3}
 
 
-@pytest.mark.parametrize("vocab_size", [49_152, 128_256, 201_088])
+@pytest.mark.parametrize(
+    "vocab_size", [49_152, *(pytest.param(size, marks=pytest.mark.slow) for size in (128_256, 201_088))]
+)
 def test_triton_reads_large_vocabularies_to_the_end(vocab_size: int) -> None:
     logits_NV = torch.randn(4, vocab_size).bfloat16()
     logits_NV[0, -1] = 30

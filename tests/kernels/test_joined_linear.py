@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from families import FAMILIES, family_target
+from harness.model_families import FAMILIES, family_target
 from peagle.kernels.joined_linear import JoinedPart, join_linears, part_linears
 
 

@@ -91,6 +91,7 @@ def test_the_operator_keeps_the_rules_of_torch_library_and_compiles_in_one_graph
     assert_alike(compiled(logits_NV), step(logits_NV))
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

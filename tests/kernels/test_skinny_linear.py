@@ -9,11 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from peagle.kernels.skinny_linear import (
     ACTIVATIONS,
-    FEW_ROWS,
     MANY_ROWS,
     MORE_ROWS,
     SkinnyLinear,
-    Tiling,
     gated_linear,
     is_few,
     join_sums,
@@ -22,9 +20,10 @@ from peagle.kernels.skinny_linear import (
     use_plain_linears,
     use_skinny_linears,
 )
+from peagle.kernels.tilings import FEW_ROWS, LinearTiling
 
 triton = pytest.importorskip("triton")
-CUT = Tiling(columns=16, step=32, num_warps=4, num_stages=2)
+CUT = LinearTiling(columns=16, step=32, num_warps=4, num_stages=2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -139,7 +139,7 @@ def our_logits(drafter: Any, inputs: dict[str, Tensor], anchor: Tensor, depth: T
 
 def our_loss(drafter: Any, logits_SU: Tensor, inputs: dict[str, Tensor], judged: dict[str, Tensor]) -> float:
     """Our KL over the slots that count in theirs. The target's opinion of label i is its logits row i - 1."""
-    from peagle.training.losses import judge_slots
+    from peagle.objective.losses import judge_slots
 
     counted_S = judged["in_loss"].bool()
     label_N = (judged["anchor"] + judged["depth"] + 2)[counted_S]
@@ -174,8 +174,8 @@ def compare(drafter: Any, inputs: dict[str, Tensor], judged: dict[str, Tensor]) 
 
 def export_for_speculators(target: Any, drafter: Any, directory: Path) -> None:
     """The full directory of our drafter, in float32: the comparison is not about rounding."""
-    from peagle.drafter.card import DrafterCard, TargetIdentity
-    from peagle.drafter.checkpoint import save_drafter
+    from peagle.checkpoint.card import DrafterCard, TargetIdentity
+    from peagle.checkpoint.native import save_drafter
 
     config = drafter.config
     identity = TargetIdentity.of(target)
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what was found")
     arguments = parser.parse_args()
 
-    from peagle.drafter.checkpoint import load_drafter
+    from peagle.checkpoint.native import load_drafter
     from peagle.targets.load import load_target
 
     target = load_target(arguments.target, dtype="float32", device="cpu")

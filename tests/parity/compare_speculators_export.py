@@ -21,14 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from families import trained_drafter
+from harness.model_families import trained_drafter
 from parity.compare_speculators_trained import MAX_TOKENS, NUM_DRAFT_TOKENS, PROMPT_LENGTH, make_target, write_inputs
-from peagle.drafter.checkpoint import load_drafter
+from peagle.checkpoint import speculators, vllm
+from peagle.checkpoint.card import card_of
+from peagle.checkpoint.native import load_drafter
+from peagle.compare.vllm_parity import JUDGE, OurSide, compare, run_judge, table
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import choose_draft_vocab
-from peagle.export import speculators, vllm
-from peagle.export.card import card_of
-from peagle.export.vllm_parity import JUDGE, OurSide, compare, run_judge, table
 from peagle.targets.hf import HFTarget
 
 HERE = Path(__file__).resolve().parent

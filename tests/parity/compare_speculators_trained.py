@@ -26,14 +26,14 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peagle.drafter.checkpoint import load_drafter
+from harness.tiny_models import tiny_target
+from peagle.checkpoint.native import load_drafter
+from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge, table
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
-from peagle.export.vllm_parity import Agreement, OurSide, compare, run_judge, table
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
-from tiny import tiny_target
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

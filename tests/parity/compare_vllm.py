@@ -18,21 +18,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peagle.export.vllm_parity import Agreement, OurSide, compare, run_judge, table
+from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge, table
 
 HERE = Path(__file__).resolve().parent
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def prompts_of(ours: OurSide, path: Path, limit: int | None) -> list[list[int]]:
-    from peagle.bench.acceptance import render_prompt
-    from peagle.bench.workloads import read_prompts
+    from peagle.compare.answers import render_prompt
+    from peagle.data.prompts import read_prompts
 
     return [render_prompt(ours.target, prompt) for prompt in read_prompts(path, limit=limit)]
 
 
 def load_our_side(target_path: str | None, drafter: str | None, num_draft_tokens: int) -> OurSide:
-    from peagle.drafter.checkpoint import load_drafter
+    from peagle.checkpoint.native import load_drafter
     from peagle.targets.load import load_target
 
     target = load_target(target_path, dtype="float32", device="cpu")
@@ -43,8 +43,8 @@ def export_for_vllm(ours: OurSide, directory: Path) -> None:
     """vLLM's directory of our drafter, in float32: the comparison is not about rounding."""
     import torch
 
-    from peagle.drafter.card import DrafterCard, TargetIdentity
-    from peagle.drafter.checkpoint import save_drafter
+    from peagle.checkpoint.card import DrafterCard, TargetIdentity
+    from peagle.checkpoint.native import save_drafter
 
     config = ours.drafter.config
     identity = TargetIdentity.of(ours.target)

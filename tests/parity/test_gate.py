@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.drafter.checkpoint import load_drafter
-from peagle.export import vllm
-from peagle.export.card import card_of
-from peagle.export.check import Gate
-from peagle.export.vllm_parity import find_vllm_python
+from peagle.checkpoint import vllm
+from peagle.checkpoint.card import card_of
+from peagle.checkpoint.native import load_drafter
+from peagle.compare.gate import Gate
+from peagle.compare.vllm_parity import find_vllm_python
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parity
 
 @pytest.fixture(scope="module")
 def vllm_python() -> Path:
-    found = find_vllm_python(None)
+    found = find_vllm_python()
     if found is None:
         pytest.skip("no vLLM: PEAGLE_VLLM_PYTHON names no interpreter")
     return found

@@ -30,7 +30,7 @@ START_SECONDS = 240
 COMMON = f"--port 0 --dtype float32 --max-batch 4 --max-length 512 --num-draft-tokens {NUM_DRAFT_TOKENS}"
 ENGINES = {
     "native": "--device cpu",
-    "vllm": "--engine vllm --prefill-tokens 512 --no-reuse-prefixes --compile False --capture False",
+    "vllm": "--engine vllm --prefill-tokens 512 --no-reuse-prefixes --eager",
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

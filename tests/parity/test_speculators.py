@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packed import conversation, packed_batch, slots_by_segment
+from harness.packed_sequences import conversation, packed_batch, slots_by_segment
 from peagle.drafter.slots import visible
-from peagle.training.cod import max_depths
-from peagle.training.losses import judge_slots
+from peagle.objective.cod import max_depths
+from peagle.objective.losses import judge_slots
 
 pytestmark = pytest.mark.parity
 

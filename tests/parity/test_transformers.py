@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.bench.acceptance import NEAR_TIE, gap_to_best
+from peagle.checkpoint.native import load_drafter
+from peagle.compare.divergence import NEAR_TIE, gap_to_best
 from peagle.decoding.reference import decode
-from peagle.drafter.checkpoint import load_drafter
 from peagle.drafter.model import Drafter
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget

@@ -5,10 +5,10 @@ import logging
 import openai
 import pytest
 
+from harness.local_server import running
 from peagle.errors import ConfigError
 from peagle.server.auth import ApiKeys, read_keys
 from peagle.server.errors import HttpError
-from serving import running
 
 MESSAGES = [{"role": "user", "content": "the"}]
 

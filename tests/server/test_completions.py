@@ -5,8 +5,8 @@ import json
 import pytest
 from tokenizers import processors
 
+from harness.local_server import running, tiny_llm
 from peagle.server.completions import _split
-from serving import running, tiny_llm
 
 PATH = "/v1/completions"
 START, START_ID = "<|im_start|>", 1
@@ -88,7 +88,7 @@ def test_more_prompts_than_can_run_and_wait_are_a_400_that_no_client_repeats():
                 response = served.http.post(PATH, json=ask | asked | {"stream": streams})
                 error = response.json()["error"]
                 assert response.status_code == 400 and "retry-after" not in response.headers
-                assert "4 answers are more than run and wait at the same time, 3" in error["message"]
+                assert "4 answers (prompts x n) exceed capacity (batch + queue = 3)" in error["message"]
                 assert (error["code"], error["param"]) == ("capacity", param)
         assert served.http.post(PATH, json=ask | {"prompt": ["the"] * 3}).status_code == 200
         assert served.metric("vllm:admission_rejections_total") == 0, "nobody was told to come back"

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from harness.local_server import running, tiny_llm
 from peagle.server.protocol import NEUTRAL, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving import running, tiny_llm
 
 PATHS = {
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "the"}], "max_tokens": 2}),

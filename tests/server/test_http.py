@@ -8,14 +8,14 @@ import time
 import httpx
 import pytest
 
-from families import trained_drafter
+from harness.local_server import running, tiny_llm
+from harness.model_families import trained_drafter
+from harness.tiny_models import tiny_target
 from peagle.decoding.reference import decode
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
 from peagle.server.protocol import NEUTRAL, SAMPLING_FIELDS, ChatBody, CompletionBody
-from peagle.server.sampling import NEUTRAL_VALUES, PASSED_ON
-from serving import running, tiny_llm
-from tiny import tiny_target
+from peagle.server.sampling import PASSED_ON
 
 CHAT = "/v1/chat/completions"
 
@@ -38,43 +38,55 @@ def message_of(response):
         (b"{}", "'messages' is missing"),
         (b'{"messages": []}', "'messages' must not be empty"),
         (b'{"messages": [{"role": "usr", "content": "Hi."}]}', "unknown role 'usr'; did you mean 'user'?"),
-        (b'{"messages": "hello"}', "'messages': input should be a valid list, got 'hello'"),
+        (b'{"messages": "hello"}', "'messages' must be a valid list, got 'hello'"),
         (b'{"messages": [{"content": "x"}]}', "'messages.0.role' is missing"),
         (b'{"messages": [{"role": "user", "content": 5}]}', "'messages.0.content'"),
         (
             b'{"messages": [{"role": "user", "content": "x"}], "n": 0}',
-            "'n': input should be greater than or equal to 1",
+            "'n' must be at least 1, got 0",
         ),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": true}', "'n': input should be a valid integer"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e400}', "'n': input should be a valid integer"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": true}', "'n' must be a valid integer"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1e400}', "'n' must be a valid integer"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "'temperature'"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}', "1000 answers are asked for, at most 128"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop must be a list of non-empty strings"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "seed": 99999999999999999999}', "'seed': input should be"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens must be at least 1, got 0"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}',
+            "1000 answers (prompts x n) exceed the limit of 128",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+            "'stop' must be a list of non-empty strings",
+        ),
+        (b'{"messages": [{"role": "user", "content": "x"}], "seed": 99999999999999999999}', "'seed' must be below"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
+            "'max_tokens' must be at least 1, got 0",
+        ),
         (b'{"messages": [{"role": "user", "content": "x"}], "tempurature": 1}', "did you mean 'temperature'?"),
         (b'{"messages": [{"role": "user", "content": "x"}], "zzz": 1}', "unknown field 'zzz'; see /docs"),
         (b'{"messages": [{"role": "user", "content": "x"}], "speculation": {"k": 1}}', "unknown field 'speculation.k'"),
         (
             b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
-            "'messages.0.content.0.type': input should be 'text', got 'image_url'",
+            "'messages.0.content.0.type' must be 'text', got 'image_url'",
         ),
         (
             b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": true}}',
-            "stream_options needs stream",
+            "'stream_options' requires 'stream'",
         ),
         (
             b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "y"}}',
-            "the target's chat template has no variable 'chat_template' to be set",
+            "the target's chat template has no variable 'chat_template'",
         ),
         (
             b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}}',
-            "the target's chat template has no variable 'messages' to be set",
+            "the target's chat template has no variable 'messages'",
         ),
-        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "the body has '\\ud83d', which is half of a char"),
+        (
+            b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+            "the body contains '\\ud83d', an unpaired surrogate",
+        ),
         (
             b'{"messages": [{"role": "user"}], "speculation": {"enabled": false, "num_draft_tokens": 1}}',
-            "leave one of them out",
+            "cannot be combined with 'speculation.enabled': false",
         ),
     ],
 )
@@ -92,14 +104,14 @@ def test_bad_body_is_a_400_that_says_why(served, body, message):
         ({"prompt": [5000]}, "prompt token ids must lie between 0 and 287"),
         ({"prompt": [2**40]}, "'prompt"),
         ({"prompt": ["the", 5]}, "'prompt"),
-        ({"prompt": "the " * 400}, "the prompt has"),
+        ({"prompt": "the " * 400}, "leave no room for an answer"),
         ({"prompt": "the", "best_of": 2}, "'best_of' is not supported"),
         ({"prompt": "the", "suffix": "x"}, "'suffix' is not supported"),
-        ({"prompt": "the", "max_tokens": 0}, "max_tokens must be at least 1, got 0; 0 needs echo"),
-        ({"prompt": "the", "logprobs": 21}, "'logprobs': input should be less than or equal to 20"),
+        ({"prompt": "the", "max_tokens": 0}, "'max_tokens' must be at least 1, got 0; 0 requires 'echo'"),
+        ({"prompt": "the", "logprobs": 21}, "'logprobs' must be at most 20, got 21"),
         ({"prompt": "the", "stop_token_ids": ["x"]}, "'stop_token_ids.0'"),
-        ({"prompt": "the", "logit_bias": {"the": 1}}, "logit_bias takes token ids as keys, got 'the'"),
-        ({"prompt": ["the"] * 100, "n": 2}, "200 answers are asked for, at most 128"),
+        ({"prompt": "the", "logit_bias": {"the": 1}}, "'logit_bias' must have token ids as keys, got 'the'"),
+        ({"prompt": ["the"] * 100, "n": 2}, "200 answers (prompts x n) exceed the limit of 128"),
     ],
 )
 def test_bad_completion_is_a_400_that_says_why(served, body, message):
@@ -110,7 +122,7 @@ def test_bad_completion_is_a_400_that_says_why(served, body, message):
 def test_a_prompt_that_can_never_fit_says_how_much_does(served):
     response = served.http.post("/v1/completions", json={"prompt": "the " * 400})
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert "at most 256 fit with the answer" in message_of(response)
+    assert "no room for an answer in the context of 256" in message_of(response)
 
 
 def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(served):
@@ -120,7 +132,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(served)
         (CHAT, {"messages": [{"role": "user", "content": "x" * 8_000_000}]}),
     ):
         response = served.http.post(path, json=body)
-        assert response.status_code == 400 and "characters, more than the 256 tokens" in message_of(response)
+        assert response.status_code == 400 and "characters exceed the context of 256 tokens" in message_of(response)
     assert time.perf_counter() - started < 5
 
 
@@ -135,15 +147,6 @@ def test_every_sampling_field_can_be_reached_over_http():
     assert computed | {"num_draft_tokens"} | set(PASSED_ON) >= SAMPLING_FIELDS
 
 
-def test_fields_that_the_engine_lacks_are_refused_by_name(served, chat_body):
-    for name, neutral in NEUTRAL_VALUES.items():
-        assert served.http.post(CHAT, json=chat_body | {name: neutral}).status_code == 200, f"{name} asks for nothing"
-        if name not in SAMPLING_FIELDS:
-            wanted = {"5": 1.0} if name == "logit_bias" else 2
-            response = served.http.post(CHAT, json=chat_body | {name: wanted})
-            assert response.status_code == 400 and message_of(response).startswith(f"'{name}' is not supported")
-
-
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_fields_we_do_not_have_are_refused_unless_they_ask_for_nothing(served, chat_body, name):
     if name in ChatBody.model_fields:
@@ -152,7 +155,7 @@ def test_fields_we_do_not_have_are_refused_unless_they_ask_for_nothing(served, c
         path, body = CHAT, chat_body
     assert name not in CompletionBody.model_fields or path == CHAT
     assert served.http.post(path, json=body | {name: None}).status_code == 200, "null is the same as leaving it out"
-    for value in NEUTRAL[name].values:
+    for value in NEUTRAL[name][0]:
         assert served.http.post(path, json=body | {name: value}).status_code == 200
     response = served.http.post(path, json=body | {name: {"some": "thing"}})
     assert response.status_code == 400 and response.json()["error"]["param"] == name
@@ -160,9 +163,9 @@ def test_fields_we_do_not_have_are_refused_unless_they_ask_for_nothing(served, c
 
 def test_unknown_paths_and_methods_have_the_error_form(served):
     response = served.http.get("/v2/chat")
-    assert response.status_code == 404 and message_of(response) == "there is no '/v2/chat' here"
+    assert response.status_code == 404 and message_of(response) == "no route '/v2/chat'"
     response = served.http.get(CHAT)
-    assert response.status_code == 405 and message_of(response) == "GET is not allowed here"
+    assert response.status_code == 405 and message_of(response) == f"GET is not allowed for {CHAT!r}"
 
 
 def test_other_content_types_are_a_415(served):
@@ -252,7 +255,7 @@ def test_echo_with_log_probabilities_tells_those_of_the_prompt(served):
     streamed = {key: [each for event in events for each in event["choices"][0]["logprobs"][key]] for key in echoed}
     assert streamed["tokens"] == echoed["tokens"] and streamed["text_offset"] == echoed["text_offset"]
     response = served.http.post("/v1/completions", json=ask | {"echo": True, "stream": True, "n": 2})
-    assert response.status_code == 400 and "streams one answer to each prompt" in message_of(response)
+    assert response.status_code == 400 and "streams one answer per prompt" in message_of(response)
     rows = served.http.post("/v1/completions", json=ask | {"prompt_logprobs": 1}).json()["choices"][0][
         "prompt_logprobs"
     ]
@@ -307,7 +310,7 @@ def test_openapi_document_describes_the_bodies(served):
 def test_body_limits_of_size_and_time():
     with running(max_body_bytes=2000, body_seconds=0.3) as served:
         response = served.http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 3000}]})
-        assert response.status_code == 413 and "larger than 2000 bytes" in message_of(response)
+        assert response.status_code == 413 and "exceeds the limit of 2000 bytes" in message_of(response)
 
         def pieces():
             for _ in range(100):
@@ -320,7 +323,7 @@ def test_body_limits_of_size_and_time():
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             slow.settimeout(10)
             answer = slow.recv(65536)
-        assert b" 408 " in answer.split(b"\r\n")[0] and b"did not arrive in 0.3 s" in answer
+        assert b" 408 " in answer.split(b"\r\n")[0] and b"did not arrive within 0.3 s" in answer
         assert served.lifecycle.num_in_flight == 0
 
 
@@ -329,7 +332,7 @@ def test_request_that_takes_too_long_is_ended():
         ask = {"prompt": "the", "max_tokens": 250, "ignore_eos": True}
         response = served.http.post("/v1/completions", json=ask)
         assert response.status_code == 504 and response.headers["x-should-retry"] == "false"
-        assert "took longer than the server allows" in message_of(response)
+        assert "exceeded the server's time limit" in message_of(response)
         with served.http.stream("POST", "/v1/completions", json=ask | {"stream": True}) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert json.loads(lines[-2][6:])["error"]["code"] == "timeout" and lines[-1] == "data: [DONE]"

@@ -13,13 +13,13 @@ import httpx
 import openai
 import pytest
 
+from harness.local_server import running, tiny_llm
+from harness.serve_process import Process
+from harness.tiny_models import tiny_target, write_target
 from peagle.errors import ConfigError
 from peagle.server.lifecycle import bind
 from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
-from serve_process import Process
-from serving import running, tiny_llm
-from tiny import tiny_target, write_target
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_server_says_503_until_it_is_ready_and_why(caplog):
     with running(load, wait=False) as served:
         for path in ("/ping", "/health", "/v1/models"):
             response = served.http.get(path)
-            assert response.status_code == 503 and "still being loaded" in response.json()["error"]["message"]
+            assert response.status_code == 503 and "still loading" in response.json()["error"]["message"]
         assert served.http.post("/v1/completions", json=BODY).headers["retry-after"] == "1"
         assert served.http.get("/metrics").status_code == 200
         release.set()
@@ -92,6 +92,7 @@ def test_a_busy_port_is_found_out_before_anything_is_loaded():
     assert f"cannot listen on 127.0.0.1:{port}" in str(caught.value) and "--port" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_loaded_ends_the_process_with_its_error(tmp_path):
     with Process(tmp_path / "nothing") as found:
         assert found.end() == 2
@@ -101,7 +102,6 @@ def test_a_target_that_cannot_be_loaded_ends_the_process_with_its_error(tmp_path
     )
 
 
-@pytest.mark.slow
 def test_sigterm_lets_accepted_requests_finish_and_the_status_is_0(model):
     with Process(model, "--max-batch", "2") as found:
         found.wait_ready()
@@ -127,7 +127,7 @@ def test_sigterm_lets_accepted_requests_finish_and_the_status_is_0(model):
     assert [answer.status_code for answer in answers] == [200] * 6
     assert {len(answer.json()["choices"][0]["text"]) for answer in answers} != {0}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-    assert found.lines[-1] == "ended: every accepted request was answered"
+    assert found.lines[-1] == "stopped; every accepted request was answered"
     logged = [json.loads(line) for line in found.lines if line.startswith('{"time"')]
     assert [entry["completion_tokens"] for entry in logged if entry["status"] == 200] == [200] * 6
 
@@ -159,7 +159,7 @@ def test_a_second_signal_ends_at_once(model):
     assert status == 128 + signal.SIGINT and time.monotonic() - started < 10
     assert not any("Traceback" in line for line in found.lines), "it is what was asked for"
     assert all(status >= 500 for status in statuses), "no answer was given out as if it were whole"
-    assert "ended without waiting" in found.lines[-1]
+    assert "stopped without draining" in found.lines[-1]
 
 
 @pytest.mark.slow
@@ -212,5 +212,5 @@ def test_sagemaker_s_environment_starts_the_same_server(model, tmp_path):
         assert answer.json()["usage"]["completion_tokens"] == 3
         found.process.send_signal(signal.SIGTERM)
         assert found.end() == 0
-    assert any("not used: --kv-cache-dtype" in line for line in found.lines)
+    assert any("without an equivalent: --kv-cache-dtype" in line for line in found.lines)
     assert not any("Bearer" in line or '"key"' in line for line in found.lines)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from peagle.server.jobs import Job
-from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, ServerMetrics, baseline_of, deep_acceptance
+from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, Baseline, ServerMetrics, baseline_of, deep_acceptance
 
 VLLM_COUNTERS = {
     "spec_decode": ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
@@ -122,7 +122,7 @@ class _Params:
 
 
 def test_drift_is_told_when_acceptance_falls_below_the_card():
-    metrics = ServerMetrics("m", 2, baseline=2.0)
+    metrics = ServerMetrics("m", 2, baseline=Baseline(2.0, "card"))
     assert not metrics.has_drifted(), "nothing is known yet"
     few = MIN_WINDOW_DRAFTS - 1
     metrics.finished(job_with([few, 0, 0]), is_full=False)
@@ -135,19 +135,45 @@ def test_drift_is_told_when_acceptance_falls_below_the_card():
 
 
 def test_requests_whose_drafts_were_cut_short_in_a_full_batch_are_no_sign_of_drift():
-    metrics = ServerMetrics("m", 2, baseline=2.0)
+    metrics = ServerMetrics("m", 2, baseline=Baseline(2.0, "card"))
     metrics.finished(job_with([0, MIN_WINDOW_DRAFTS, 0]), is_full=False)
     metrics.finished(job_with([9 * MIN_WINDOW_DRAFTS, 0, 0], num_left_out=1), is_full=True)
     assert metrics.acceptance_length() == (2.0, MIN_WINDOW_DRAFTS) and not metrics.has_drifted()
 
 
+def test_a_baseline_measured_by_decoding_goes_before_a_replay_and_the_alarm_names_it():
+    decoded = {"kind": "decoded", "prompts": "mixed_prompts", "temperature": 0.0, "per_position": [0.5, 0.25]}
+    found = baseline_of({"held_out_replay": {"per_position": [0.8, 0.6]}, "baseline": decoded}, 2)
+    assert found == Baseline(1.75, "decoding mixed_prompts at temperature 0")
+    metrics = ServerMetrics("m", 2, baseline=found)
+    metrics.finished(job_with([MIN_WINDOW_DRAFTS, 0, 0]), is_full=True)
+    shown = {family.name: family.documentation for family in metrics._acceptance("requests")}
+    assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_drift"]
+    assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_length_baseline"]
+
+
 def test_baseline_is_what_the_card_says_for_this_number_of_draft_tokens():
     card = {"a": {"per_position": [0.8, 0.5, 0.25]}, "b": {"per_position": [0.6, 0.3, 0.15]}, "c": {"speed": 3}}
-    assert baseline_of(card, 3) == pytest.approx(2.3)
-    assert baseline_of(card, 1) == pytest.approx(1.7)
+    assert baseline_of(card, 3) == Baseline(2.3, "a, b")
+    assert baseline_of(card, 1) == Baseline(1.7, "a, b")
     assert baseline_of(card, 4) is None and baseline_of(card, 0) is None and baseline_of({}, 2) is None
 
 
 def test_deep_acceptance_is_of_tokens_whose_predecessor_was_accepted():
     assert deep_acceptance([10] * 20 + [5]) == 0.5
     assert deep_acceptance([10] * 19 + [0, 0]) == 0.0
+
+
+def test_the_drift_alarm_is_logged_once_and_names_its_baseline(caplog):
+    caplog.set_level("INFO")
+    metrics = ServerMetrics("m", 2, baseline=Baseline(3.4, "decoding mixed_prompts at temperature 0"))
+    metrics.finished(job_with([MIN_WINDOW_DRAFTS, MIN_WINDOW_DRAFTS, 0]), is_full=False)
+    for _ in range(2):
+        assert metrics.check_drift()
+    assert [record.message for record in caplog.records] == [
+        f"acceptance length 1.50 over the last {2 * MIN_WINDOW_DRAFTS:,} drafts is below 80% of the card's 3.40 "
+        "(measured by decoding mixed_prompts at temperature 0)"
+    ]
+    metrics.window.clear()
+    metrics.finished(job_with([0, 0, 9 * MIN_WINDOW_DRAFTS]), is_full=False)
+    assert not metrics.check_drift() and "is no longer below 80% of the card's 3.40" in caplog.records[-1].message

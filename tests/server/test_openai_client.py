@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 
+from harness.local_server import tiny_llm
 from peagle.sampling_params import SamplingParams
 from peagle.tokenizer import render_chat
-from serving import tiny_llm
 
 MESSAGES = [{"role": "user", "content": "the user asks"}]
 
@@ -142,7 +142,7 @@ def test_models_are_listed_and_retrieved(served):
     assert client.models.retrieve("tiny").max_model_len == 256
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
-    assert "'other' does not exist; this server has tiny" in caught.value.message
+    assert "'other' does not exist; this server serves tiny" in caught.value.message
 
 
 def test_unknown_model_is_a_404_and_an_empty_name_is_ours(served):
@@ -156,12 +156,12 @@ def test_unknown_model_is_a_404_and_an_empty_name_is_ours(served):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", -1, "temperature must be 0 or more, got -1"),
-        ("top_p", 0, "top_p must be above 0 and at most 1, got 0"),
-        ("max_tokens", 4000, "only 234 fit of 256"),
+        ("temperature", -1, "'temperature' must be 0 or more, got -1"),
+        ("top_p", 0, "'top_p' must be above 0 and at most 1, got 0"),
+        ("max_tokens", 4000, "set 'max_tokens' to at most 234, or omit it"),
         ("store", True, "'store' is not supported: nothing is stored"),
         ("service_tier", "flex", "'service_tier' is not supported: there is one service tier"),
-        ("top_logprobs", 3, "top_logprobs needs logprobs"),
+        ("top_logprobs", 3, "'top_logprobs' requires 'logprobs'"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "'tools' is not supported: the target's chat"),
     ],
 )
@@ -204,5 +204,5 @@ def test_more_draft_tokens_than_the_engine_has_are_refused(served):
         served.client().chat.completions.create(
             model="tiny", messages=MESSAGES, extra_body={"speculation": {"num_draft_tokens": 9}}
         )
-    assert "num_draft_tokens must be at most the engine's 4, got 9" in caught.value.message
+    assert "num_draft_tokens' must be at most the engine's 4, got 9" in caught.value.message
     assert caught.value.param == "speculation.num_draft_tokens"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving import Running, running
+from harness.local_server import Running, running
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -92,7 +92,7 @@ def test_a_reload_in_the_middle_keeps_what_was_said(page: Any, served: Running) 
     page.reload()
     page.wait_for_function("document.querySelectorAll('.message').length === 2")
     assert page.locator(".message.assistant .token").count() > 2
-    assert page.inner_text(".message .end") in ("cut off by a reload", "ended at the longest answer allowed")
+    assert page.inner_text(".message .end") in ("cut off by a reload", "reached the maximum length")
     assert served.wait_until_idle().num_pages_used == 0, "the answer nobody reads any more is given up"
 
 
@@ -105,7 +105,7 @@ def test_the_page_works_from_the_keyboard(page: Any) -> None:
     page.wait_for_function("document.querySelectorAll('.message.assistant .token').length > 0")
     page.keyboard.press("Escape")
     page.wait_for_function(STOPPED)
-    assert page.inner_text(".message .end") in ("stopped", "ended at the longest answer allowed")
+    assert page.inner_text(".message .end") in ("stopped", "reached the maximum length")
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -22,10 +22,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from harness.serve_process import Process
+from harness.tiny_models import tiny_target, write_drafter, write_target
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams
-from serve_process import Process
-from tiny import tiny_target, write_drafter, write_target
 
 SECONDS = float(os.environ.get("PEAGLE_SOAK_SECONDS", "0"))
 pytestmark = pytest.mark.skipif(SECONDS <= 0, reason="takes minutes; PEAGLE_SOAK_SECONDS says how many seconds")

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from peagle.server import streaming
+from peagle.server.settings import ServerSettings
 from peagle.server.streaming import ClientGoneError, EventStream
 
 
 def test_a_client_that_stops_reading_holds_its_stream_no_longer_than_a_request_may_take(monkeypatch):
-    monkeypatch.setattr(streaming, "LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "LAST_EVENT_SECONDS", 0.05)
     seen = []
 
     async def events():
@@ -26,7 +27,8 @@ def test_a_client_that_stops_reading_holds_its_stream_no_longer_than_a_request_m
 
     async def main():
         async with asyncio.timeout(30):
-            await EventStream(events(), keep_alive_seconds=10, seconds=0.05)({}, asyncio.Event().wait, send)
+            settings = ServerSettings(keep_alive_seconds=10, request_seconds=0.05)
+            await EventStream(events(), settings)({}, asyncio.Event().wait, send)
 
     with pytest.raises(ClientGoneError):
         asyncio.run(main())

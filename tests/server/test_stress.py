@@ -9,8 +9,8 @@ import threading
 import httpx
 import pytest
 
+from harness.local_server import running, tiny_llm
 from peagle.sampling_params import SamplingParams
-from serving import running, tiny_llm
 
 MANY = 256
 MAX_TOKENS = 48
@@ -105,6 +105,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once():
         assert served.stats().num_aborted == 2
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_does_not_hold_up_the_others(expected):
     with running() as served:
         stuck = httpx.Client(timeout=60)

@@ -74,13 +74,13 @@ def test_choice_and_pattern_of_vllm(served):
     [
         ({"response_format": {"type": "json_schema"}}, "'response_format.json_schema' is missing"),
         ({"response_format": {"type": "xml"}}, "'response_format.type'"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "are both given"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "cannot be combined"),
         ({"structured_outputs": {}}, "exactly one of json, regex and choice, got 0"),
         ({"structured_outputs": {"regex": "("}}, "unclosed group"),
         ({"structured_outputs": {"choice": [""]}}, "non-empty strings"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not JSON"),
+        ({"structured_outputs": {"json": "{"}}, "'structured_outputs.json' is not valid JSON"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "schema"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens must be 0 where a grammar"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "'min_tokens' must be 0 with a grammar"),
         ({"guided_json": {}}, "'guided_json' is not supported"),
     ],
 )
@@ -116,5 +116,5 @@ def test_min_tokens_keeps_the_answer_going(served):
 def test_penalty_out_of_range_is_explained(served, chat_body):
     with pytest.raises(openai.BadRequestError) as caught:
         served.client().chat.completions.create(model="tiny", messages=chat_body["messages"], frequency_penalty=3)
-    assert "frequency_penalty must be between -2 and 2, got 3" in caught.value.message
+    assert "'frequency_penalty' must be between -2 and 2, got 3" in caught.value.message
     assert caught.value.param == "frequency_penalty"

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from serving import running
+from harness.local_server import running
 
 CHAT = "/v1/chat/completions"
 TEXTS = [
@@ -29,14 +29,14 @@ def test_tokenize_and_detokenize_are_inverse(served, chat_body):
     response = served.http.post("/detokenize", json={"tokens": [9999]})
     assert response.status_code == 400 and "between 0 and 287, got 9999" in message_of(response)
     response = served.http.post("/tokenize", json={})
-    assert response.status_code == 400 and message_of(response) == "give either 'prompt' or 'messages'"
+    assert response.status_code == 400 and message_of(response) == "exactly one of 'prompt' and 'messages' is required"
 
 
 def test_texts_and_tokens_that_are_far_too_long_are_refused_before_they_are_worked_on(served):
     response = served.http.post("/tokenize", json={"prompt": "x" * 8_000_000})
-    assert response.status_code == 400 and "characters, more than the 256 tokens" in message_of(response)
+    assert response.status_code == 400 and "characters exceed the context of 256 tokens" in message_of(response)
     response = served.http.post("/detokenize", json={"tokens": [5] * 257})
-    assert response.status_code == 400 and "there are 257 tokens, but a text has at most 256" in message_of(response)
+    assert response.status_code == 400 and "'tokens' has 257 elements, which exceeds the limit" in message_of(response)
     assert served.http.post("/detokenize", json={"tokens": [5] * 256}).status_code == 200
     longer = served.http.post("/tokenize", json={"prompt": "the " * 300}).json()
     assert longer["count"] > 256, "how far a text is too long can be asked"
@@ -79,6 +79,6 @@ def test_a_text_that_waits_too_long_for_its_turn_is_ended():
 )
 def test_half_a_character_is_the_client_s_mistake(served, path, body):
     response = served.http.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400 and "which is half of a character" in message_of(response)
+    assert response.status_code == 400 and "an unpaired surrogate" in message_of(response)
     whole = b'{"prompt": "\\ud83d\\ude00"}'
     assert served.http.post("/tokenize", content=whole, headers={"Content-Type": "application/json"}).status_code == 200

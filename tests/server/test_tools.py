@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from harness.local_server import running, tiny_llm
+from harness.tiny_models import CHATML
 from peagle.server.errors import HttpError
 from peagle.server.protocol import ChatBody, ToolCall, validated
-from peagle.server.tools import ToolFormat, ToolReader, tool_format
-from serving import running, tiny_llm
-from tiny import CHATML
+from peagle.server.tools import ToolReader, tool_format
 
 TOOLS = [
     {
@@ -31,7 +31,7 @@ MESSAGES = [{"role": "user", "content": "the weather"}]
 
 def read(form, text, size):
     """Text and calls of an answer that comes in pieces of `size` characters."""
-    reader = ToolReader(ToolFormat((), form))
+    reader = ToolReader(form)
     shown, calls = "", []
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     for index, piece in enumerate(pieces):
@@ -83,10 +83,10 @@ def test_the_template_decides_the_form():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tool_choice": "required"}, "'tool_choice' requires 'tools'"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice names 'x', which is not among the tools",
+            "'tool_choice' names 'x', which is not in 'tools'",
         ),
     ],
 )

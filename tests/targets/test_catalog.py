@@ -13,8 +13,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from passes import card_for
-from peagle.drafter.checkpoint import load_drafter, save_drafter
+from harness.drafter_passes import card_for
+from harness.local_hub import COMMIT, StandInHub, running
+from harness.published_models import PUBLISHED, published_drafter, write_head, write_target
+from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.checkpoint.native import load_drafter, save_drafter
 from peagle.engine.llm import LLM
 from peagle.errors import CapacityError, CheckpointError, ConfigError, PeagleError, TargetError
 from peagle.sampling_params import SamplingParams
@@ -22,9 +25,6 @@ from peagle.targets import capacity, hub
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, entries, find
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target, load_tokenizer
-from published import PUBLISHED, published_drafter, write_head, write_target
-from stand_in_hub import COMMIT, StandInHub, running
-from tiny import tiny_drafter, tiny_target
 
 PUBLISHED_NAMES = ["gpt-oss-20b", "gpt-oss-120b", "qwen3-coder-30b-a3b-instruct", "gemma-4-31b-it"]
 TEXTS = [[(7 * place + start) % 250 + 5 for place in range(30)] for start in (0, 3)]
@@ -179,23 +179,23 @@ def test_the_variable_names_another_file_which_must_exist(home: Path, monkeypatc
     monkeypatch.setenv("PEAGLE_CATALOG", str(other))
     assert find("other-model") is not None and find("house-model") is None
     monkeypatch.setenv("PEAGLE_CATALOG", str(home / "gone.toml"))
-    assert "PEAGLE_CATALOG names" in refused(entries, ConfigError).message
+    assert "PEAGLE_CATALOG=" in refused(entries, ConfigError).message
 
 
 BAD = {
-    "a built-in name": (OWN.replace("house-model", "gpt-oss-20b"), 2, "'gpt-oss-20b' is the name of a built-in entry"),
+    "a built-in name": (OWN.replace("house-model", "gpt-oss-20b"), 2, "'gpt-oss-20b' is a built-in entry"),
     "an unknown key": (OWN.replace("title", "titel"), 5, "unknown key 'titel'"),
     "a wrong type": (OWN.replace("1_000_000", '"many"'), 4, "num_parameters must be a whole number, got 'many'"),
     "a missing key": (OWN.replace("num_parameters = 1_000_000\n", ""), 2, "the key 'num_parameters' is missing"),
     "a wrong choice": (OWN.replace('"directory"', '"cloud"'), 9, "drafters[0].where must be one of"),
     "a drafter without a source": (OWN.replace('source = "./drafter"', ""), 7, "needs the key 'source'"),
-    "a source that nobody has": (OWN.replace('"directory"', '"jumpstart"'), 10, "of jumpstart's has none"),
+    "a source that nobody has": (OWN.replace('"directory"', '"jumpstart"'), 10, "a jumpstart drafter has no source"),
     "no drafter": (OWN[: OWN.index("[[")], 2, "the key 'drafters' is missing"),
-    "two of one variant": (OWN + OWN[OWN.index("[[") :], 2, "two of its drafters have the same variant, 'base'"),
+    "two of one variant": (OWN + OWN[OWN.index("[[") :], 2, "two drafters have the same variant, 'base'"),
     "more drafts than it was trained for": (OWN + "trained_draft_tokens = 2\n", 11, "num_draft_tokens is 3, but"),
     "a depth of nothing": (OWN.replace("= 3", "= 0"), 11, "num_draft_tokens must be at least 1, got 0"),
-    "a name with a space": (OWN.replace("house-model", '"House Model"'), 2, "'House Model' is no name"),
-    "a value instead of a table": ("speed = 3", 1, "an entry is a table, got 3"),
+    "a name with a space": (OWN.replace("house-model", '"House Model"'), 2, "'House Model' is not a valid name"),
+    "a value instead of a table": ("speed = 3", 1, "an entry must be a table, got 3"),
     "no TOML": (OWN.replace("[[", "[[["), 7, "cannot be read"),
 }
 
@@ -274,7 +274,7 @@ def test_a_directory_of_a_catalog_name_is_reached_by_a_path(
     assert load_target("./gpt-oss-20b", dtype="float32", device="cpu").entry is None
     with caplog.at_level("INFO"):
         refused(lambda: load_target("gpt-oss-20b", dtype="bfloat16", device="cpu"), PeagleError)
-    assert "for the directory of that name say ./gpt-oss-20b" in caplog.text
+    assert "for the directory, pass ./gpt-oss-20b" in caplog.text
 
 
 # The hub --------------------------------------------------------------------------------------------------------------
@@ -329,14 +329,14 @@ def test_an_unknown_id_an_unreachable_hub_and_offline_mode_are_told_apart(
     home: Path, stand_in: StandInHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = refused(lambda: load_target("some/model", device="cpu"), TargetError)
-    assert "the Hugging Face hub has no such model, or it is private" in unknown.message
+    assert "the Hugging Face Hub has no such model, or it is private" in unknown.message
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     unreachable = refused(lambda: load_target("some/model", device="cpu"), TargetError)
-    assert "the Hugging Face hub cannot be reached" in unreachable.message and "network" in str(unreachable.hint)
+    assert "the Hugging Face Hub cannot be reached" in unreachable.message and "network" in str(unreachable.hint)
     assert str(home / "hub") in unreachable.message, "says which cache was looked into"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = refused(lambda: load_target("some/model", device="cpu"), TargetError)
-    assert "HF_HUB_OFFLINE forbids" in offline.message and "hf download some/model" in str(offline.hint)
+    assert "HF_HUB_OFFLINE is set" in offline.message and "hf download some/model" in str(offline.hint)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_an_unknown_id_an_unreachable_hub_and_offline_mode_are_told_apart(
 def test_a_catalog_model_that_does_not_fit_is_refused_with_the_numbers_before_any_download(
     stand_in: StandInHub, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, numbers: str
 ) -> None:
-    monkeypatch.setattr(capacity, "memory_bytes", lambda: 64_000_000_000)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 64_000_000_000)
     error = refused(lambda: load_target(name, dtype=dtype, device="cpu"), CapacityError)
     assert error.message.startswith(f"{name} does not fit: {numbers}, but ") and "64.0 GB" in error.message
     assert f"peagle serve {name} --engine vllm" in str(error.hint)
@@ -365,7 +365,7 @@ def test_of_any_other_model_the_hub_is_asked_how_large_it_is(
 ) -> None:
     stand_in.repositories = {"some/model": made / "target"}
     stand_in.parameters = {"some/model": {"BF16": 1_000_000_000, "U8": 4_000_000_000}}
-    monkeypatch.setattr(capacity, "memory_bytes", lambda: 16_000_000_000)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 16_000_000_000)
     error = refused(lambda: load_target("some/model", dtype="bfloat16", device="cpu"), CapacityError)
     assert "9.0 billion parameters of 2 bytes (bfloat16) take 18.0 GB" in error.message, "a byte holds two of four bits"
     assert not stand_in.served
@@ -373,7 +373,7 @@ def test_of_any_other_model_the_hub_is_asked_how_large_it_is(
 
 def test_files_that_are_here_are_measured_by_their_heads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = capacity.count_parameters(made / "target")
-    monkeypatch.setattr(capacity, "memory_bytes", lambda: 4 * held - 1)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 4 * held - 1)
     error = refused(lambda: load_target(made / "target", dtype="float32", device="cpu"), CapacityError)
     assert "target does not fit" in error.message and "--dtype bfloat16" in str(error.hint)
 
@@ -389,7 +389,8 @@ def test_a_second_copy_of_the_weights_is_not_counted(home: Path, made: Path) -> 
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     assert capacity.count_parameters(directory) == held
     (directory / "model-00001-of-00001.safetensors").write_bytes(b"cut off")
-    assert capacity.count_parameters(directory) == 0, "what cannot be read is left to the load, which says why"
+    with pytest.raises(CheckpointError, match="safetensors cannot be read as safetensors"):
+        capacity.count_parameters(directory)
 
 
 def test_the_embedded_drafter_is_still_the_shipped_one() -> None:

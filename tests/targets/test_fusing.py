@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from families import FAMILIES, family_target
+from harness.model_families import FAMILIES, family_target
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.kernels.joined_linear import join_linears, part_linears
 from peagle.targets import fusing
 from peagle.targets.fusing import GatedProduct, fuse
-from tiny import tiny_drafter, tiny_target
 
 pytest.importorskip("triton")
 

@@ -30,9 +30,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from harness.tiny_models import tiny_target, tiny_tokenizer
 from peagle.errors import ConfigError, TargetError
 from peagle.targets.hf import HFTarget
-from tiny import tiny_target, tiny_tokenizer
 
 WINDOW = 6
 SIZES = {
@@ -170,11 +170,11 @@ def test_the_model_is_frozen_and_in_evaluation_mode() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=288)), "running state"),
-        (lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, full_attn_idxs=[1, 3])), r"running state \(conv\)"),
+        (lambda: MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=288)), "recurrent state"),
+        (lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, full_attn_idxs=[1, 3])), r"recurrent state \(conv\)"),
         (
             lambda: BertLMHeadModel(BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2)),
-            "each token sees the ones after it",
+            "each token attends to later ones",
         ),
     ],
     ids=["mamba", "hybrid", "encoder"],

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
-from peagle.targets.hub import What, _is_complete
+from peagle.errors import CheckpointError, TargetError
+from peagle.targets.hub import What, _check_complete, cached, fetch
 
 
 def put(directory: Path, *names: str) -> Path:
@@ -22,21 +24,37 @@ def test_an_index_of_pickled_shards_beside_safetensors_does_not_matter(
     tmp_path: Path, what: What, weights: tuple[str, ...]
 ) -> None:
     """The shards themselves are not fetched for a target, so they were always missing."""
-    assert _is_complete(put(tmp_path, "config.json", "pytorch_model.bin.index.json", *weights), what)
+    _check_complete(put(tmp_path, "config.json", "pytorch_model.bin.index.json", *weights), what)
 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])
 def test_where_there_is_one_form_its_own_index_counts(tmp_path: Path, kind: str) -> None:
     names = {"bin": "pytorch_model.bin.index.json", "safetensors": "model.safetensors.index.json"}
-    assert not _is_complete(put(tmp_path, "config.json", names[kind]), "drafter")
-    assert _is_complete(put(tmp_path, f"shard.{kind}"), "drafter")
+    put(tmp_path, "config.json", names[kind])
+    with pytest.raises(CheckpointError, match=f"names shard.{kind}, which is missing"):
+        _check_complete(tmp_path, "drafter")
+    _check_complete(put(tmp_path, f"shard.{kind}"), "drafter")
 
 
 def test_shards_that_are_missing_are_not_made_up_for_by_the_other_form(tmp_path: Path) -> None:
     put(tmp_path, "config.json", "model.safetensors.index.json", "pytorch_model.bin")
-    assert not _is_complete(tmp_path, "drafter")
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors, which is missing"):
+        _check_complete(tmp_path, "drafter")
 
 
 @pytest.mark.parametrize("what", ["target", "drafter"])
 def test_a_config_alone_is_not_complete(tmp_path: Path, what: What) -> None:
-    assert not _is_complete(put(tmp_path, "config.json"), what)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        _check_complete(put(tmp_path, "config.json"), what)
+
+
+def test_a_downloaded_model_with_a_malformed_index_is_refused_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "config.json")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weights": []}')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert cached("some/model", "target") is None
+    with pytest.raises(TargetError, match="'some/model' is not a complete target") as caught:
+        fetch("some/model", "target")
+    assert f"{tmp_path / 'model.safetensors.index.json'} is not an index of weight files" in caught.value.message

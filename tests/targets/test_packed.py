@@ -15,13 +15,13 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from families import BASE, FAMILIES, family_target
+from harness.model_families import BASE, FAMILIES, family_target
+from harness.tiny_models import tiny_target, tiny_tokenizer
 from peagle.errors import TargetError
 from peagle.kernels.compiler import compiled
 from peagle.targets import packed as packed_module
 from peagle.targets.hf import HFTarget
-from peagle.targets.packed import BLOCK, NARROWEST, PackedRows, PackedTarget, TargetHead, block_mask, packed_rows
-from tiny import tiny_target, tiny_tokenizer
+from peagle.targets.packed import BLOCK, MIN_HEAD_WIDTH, PackedRows, PackedTarget, TargetHead, block_mask, packed_rows
 
 LENGTHS = ((9, 1, 14, 2), (26,), (3, 19))
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -114,7 +114,7 @@ def test_logits_of_an_unknown_head_are_kept_whole_and_it_is_said(caplog: pytest.
     target = HFTarget(Shifted(LlamaConfig(**BASE)), tiny_tokenizer(), name="odd")
     with caplog.at_level(logging.WARNING, logger="peagle"):
         packed = PackedTarget(target)
-    assert "the head of Shifted does something peagle does not know" in caplog.text
+    assert "the head of Shifted is not a plain projection" in caplog.text
     check_like_separate_passes(target, packed)
 
 
@@ -189,7 +189,7 @@ def test_on_a_cpu_rows_have_a_dense_mask() -> None:
 def test_documents_of_a_packed_row_run_as_if_each_were_alone_on_a_gpu(
     family: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BASE, "head_dim", NARROWEST)
+    monkeypatch.setitem(BASE, "head_dim", MIN_HEAD_WIDTH)
     target = family_target(family)
     target.model.to("cuda")
     packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)

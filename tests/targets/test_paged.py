@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from families import BASE, FAMILIES, family_target
+from harness.model_families import BASE, FAMILIES, family_target
+from harness.tiny_models import tiny_tokenizer
 from peagle.errors import TargetError
 from peagle.kernels.attention import PagedRows
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import PagedTarget
-from tiny import tiny_tokenizer
 
 TEXT = [(13 * place) % 260 + 4 for place in range(19)]
 
@@ -53,7 +53,7 @@ def test_where_rotary_frequencies_follow_the_longest_text_a_target_holds_what_th
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2, 4, 8]}
     config = LlamaConfig(**BASE, rope_parameters=rope | {"original_max_position_embeddings": 40})
     target = HFTarget(LlamaForCausalLM(config), tiny_tokenizer(), name="long")
-    assert target.max_length == 40 and "at most 40 tokens here, not 160: longrope" in caplog.text
+    assert target.max_length == 40 and "context limited to 40 of 160 tokens: longrope" in caplog.text
     whole = target.forward(torch.tensor([TEXT]))
     paged = PagedTarget(target)
     ids, positions = torch.tensor(TEXT), torch.arange(len(TEXT))
@@ -90,7 +90,7 @@ def with_attention_arguments(**arguments: Any) -> HFTarget:
 
 def test_an_attention_argument_that_is_not_known_is_refused_by_name_and_layer() -> None:
     target = with_attention_arguments(relative_bias=torch.ones(1))
-    with pytest.raises(TargetError, match=r"LlamaForCausalLM gives its attention relative_bias \(layer 2\)"):
+    with pytest.raises(TargetError, match=r"LlamaForCausalLM passes relative_bias to its attention \(layer 2\)"):
         PagedTarget(target)
     assert target.model.config._attn_implementation == "sdpa", "a refused target is left as it was"
 

@@ -18,12 +18,12 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from families import BASE
+from harness.model_families import BASE
+from harness.tiny_models import tiny_tokenizer
 from peagle.errors import TargetError
 from peagle.targets.hf import HFTarget
 from peagle.targets.packed import PackedTarget
 from peagle.targets.paged import PagedTarget
-from tiny import tiny_tokenizer
 
 SHAPE: dict[str, Any] = {name: value for name, value in BASE.items() if name != "head_dim"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -40,10 +40,13 @@ def phimoe(window: int) -> HFTarget:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: PhimoeForCausalLM(PhimoeConfig(**SHAPE, **EXPERTS, sliding_window=7)), "sees 7 tokens by its mask"),
-        (lambda: DogeForCausalLM(DogeConfig(**SHAPE)), "layer 0 of DogeForCausalLM makes masks of its own"),
+        (
+            lambda: PhimoeForCausalLM(PhimoeConfig(**SHAPE, **EXPERTS, sliding_window=7)),
+            "attends to 7 tokens by its mask",
+        ),
+        (lambda: DogeForCausalLM(DogeConfig(**SHAPE)), "layer 0 of DogeForCausalLM builds its own masks"),
         (lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**BASE)), "attends more than once in layer 0"),
-        (lambda: StableLmForCausalLM(StableLmConfig(**SHAPE)), "does not hand arguments on to its attention"),
+        (lambda: StableLmForCausalLM(StableLmConfig(**SHAPE)), "does not pass keyword arguments to its attention"),
     ],
     ids=["phimoe", "doge", "diffllama", "stablelm"],
 )
@@ -62,7 +65,7 @@ def test_in_training_documents_with_masks_of_their_own_have_rows_of_their_own(ca
     target = phimoe(window=7)
     with caplog.at_level(logging.WARNING, logger="peagle"):
         packed = PackedTarget(target)
-    assert not packed.can_pack and "sees 7 tokens by its mask" in caplog.text
+    assert not packed.can_pack and "to 7 tokens by its mask" in caplog.text
     ids_1T = torch.arange(5, 45)[None]
     states = packed.forward(
         torch.cat([ids_1T, ids_1T], 1), torch.arange(2).repeat_interleave(40)[None], torch.arange(40).repeat(2)[None]

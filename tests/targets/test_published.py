@@ -16,9 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from passes import TEXT, aux_of, serving_logits
-from peagle.bench.acceptance import NEAR_TIE
-from peagle.drafter.checkpoint import load_drafter
+from harness.drafter_passes import TEXT, aux_of, serving_logits
+from harness.published_models import (
+    MASK_TOKEN,
+    PUBLISHED,
+    WINDOW,
+    Published,
+    published_drafter,
+    write_head,
+    write_target,
+)
+from peagle.checkpoint.native import load_drafter
+from peagle.compare.divergence import NEAR_TIE
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -28,8 +37,7 @@ from peagle.targets.capacity import count_parameters
 from peagle.targets.catalog import find
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
-from peagle.targets.quantized import forget_quantization, widening
-from published import MASK_TOKEN, PUBLISHED, WINDOW, Published, published_drafter, write_head, write_target
+from peagle.targets.quantized import dequantize_options, forget_quantization
 
 MAX_TOKENS = 24
 LENGTHS = (5, 17, 40, 90)
@@ -61,7 +69,7 @@ class Case:
     def judge(self) -> Any:
         """What transformers makes of the files, in float32 throughout."""
         # Where there is a GPU, transformers would keep quantized weights as they are.
-        options = widening(self.directory)
+        options = dequantize_options(self.directory)
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32, **options)
         forget_quantization(model)
         return model.float().eval()
@@ -194,6 +202,7 @@ def test_a_target_is_loaded_in_one_precision_and_counted(case: Case) -> None:
         assert torch.allclose(target.forward(text_ids).logits_BTV, case.judge(text_ids).logits, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_native_engine_answers_as_transformers_does(case: Case) -> None:
     assert max(LENGTHS) > 4 * WINDOW, "texts reach far beyond the windows"
     assert len({tuple(answer) for answer in case.answers}) == len(PROMPTS), "answers vary"
@@ -217,6 +226,7 @@ def test_a_published_head_is_read_as_it_was_made(case: Case) -> None:
         assert torch.equal(logits_KV, theirs[anchor]), f"logits at anchor {anchor}"
 
 
+@pytest.mark.slow
 def test_speculation_at_the_recommended_depth_changes_no_token(case: Case) -> None:
     depth = case.published.num_draft_tokens
     found, stats = serve(case.target, load_drafter(case.head, case.target), depth)
@@ -233,6 +243,7 @@ def test_the_depth_tried_here_is_the_catalogs(case: Case) -> None:
     assert advised == case.published.num_draft_tokens or (advised is None and not entry.drafter().is_public)
 
 
+@pytest.mark.slow
 def test_a_drafter_of_ones_own_can_be_begun_for_it(case: Case) -> None:
     config = config_for_target(case.target, num_layers=2, num_draft_tokens=4)
     drafter = create_drafter(case.target, config, "random", seed=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import tiny_target, write_target
+from harness.tiny_models import tiny_target, write_target
 
 MAIN = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "training.py"))["main"]
 SHAPE = {
@@ -24,10 +24,11 @@ def test_memory_is_planned_for_each_number_of_segments(tmp_path: Path, capsys: p
     options = ["--length", "64", "--partitions", "1", "3", "--num-layers", "1"]
     MAIN(["memory", "--shape", str(tmp_path / "shape.json"), *options])
     table = [line.split() for line in capsys.readouterr().out.rpartition("\n\n")[2].splitlines()]
-    assert table[0] == ["segments", "planned", "measured", "s", "a", "step"]
+    assert table[0] == ["segments", "planned", "measured", "s/step"]
     assert [(row[0], row[2], row[3]) for row in table[1:]] == [("1", "GiB", "-"), ("3", "GiB", "-")]
 
 
+@pytest.mark.slow
 def test_each_change_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_target(tiny_target(), tmp_path / "target")
     rows = [{"prompt_ids": [5, 6, 7 + n], "answer_ids": list(range(20, 50)), "temperature": 0} for n in range(12)]

@@ -67,9 +67,9 @@ def test_the_picture_has_the_curves_of_loss_accuracy_and_acceptance():
     loss, accuracy, replay = figure.axes
     assert figure.get_suptitle() == "a drafter"
     assert [axes.get_title() for axes in figure.axes] == [
-        "loss, mean over labels",
-        "agrees with the target's likeliest token, by depth",
-        "acceptance length, replayed on held-out answers",
+        "loss (mean over labels)",
+        "accuracy by depth (vs. the target's argmax)",
+        "acceptance length (replay on held-out answers)",
     ]
     assert {axes.get_xlabel() for axes in figure.axes} == {"optimizer step"}
     assert curves_of(loss) == [[(20, 5.0), (40, 3.0)]]
@@ -110,7 +110,7 @@ def test_an_absent_package_is_said_once_and_nothing_else_happens(tmp_path, monke
         assert not plot(LINES, tmp_path / "curves.png", "a drafter")
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "TensorBoard shows no curves: the package 'tensorboard' is not installed (pip install 'peagle[train]')",
-        "curves.png is not drawn: the package 'matplotlib' is not installed (pip install 'peagle[train]')",
+        "TensorBoard is off: package 'tensorboard' is not installed (pip install 'peagle[train]')",
+        "no curves.png: package 'matplotlib' is not installed (pip install 'peagle[train]')",
     ]
     assert list(tmp_path.iterdir()) == []

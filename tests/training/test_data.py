@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from peagle.drafter.card import TargetIdentity
+from harness.tiny_models import tiny_target
+from peagle.checkpoint.card import TargetIdentity
+from peagle.data.conversations import Conversation, has_answers
+from peagle.data.shard_writer import ShardWriter
+from peagle.data.shards import Row
 from peagle.errors import ConfigError, DataError
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import Conversation
-from peagle.training.data import answer_counts, has_answers, read_text
-from peagle.training.shard_writer import ShardWriter
-from peagle.training.shards import Row
-from tiny import tiny_target
+from peagle.objective.config import TrainConfig
+from peagle.training.data import answer_counts, read_text
+from peagle.training.distributed import World
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +76,34 @@ def test_a_file_of_rows_may_have_txt_in_its_name(tmp_path):
     assert has_answers(written(tmp_path / "from.txt.jsonl", {"messages": [ASKED, TOLD]}))
 
 
-def answered(target):
-    """Stands where the command line does: writes a row for each prompt, and keeps what it was asked."""
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """Replaces the engine: writes four rows, and keeps the settings of each call."""
+    found = []
 
-    def answer(prompts, directory, config):
-        asked.append(config)
-        with ShardWriter(directory, "regenerate", TargetIdentity.of(target), config.described(prompts)) as writer:
+    def answer(target, dialogs, directory, config, settings):
+        found.append(config)
+        with ShardWriter(directory, "regenerate", TargetIdentity.of(target), settings) as writer:
             writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(4)])
             writer.finish()
 
-    return answer, asked
+    monkeypatch.setattr("peagle.training.data.answer_dialogs", answer)
+    return found
 
 
-def test_prompts_are_answered_once(target, tmp_path):
+def test_prompts_are_answered_once(target, tmp_path, asked):
     config = settings(written(tmp_path / "prompts.jsonl", {"prompt": "why?"}), seed=3)
-    answer, asked = answered(target)
-    first = read_text(target, config, answer)
+    first = read_text(target, config, World())
     assert [(one.max_length, one.max_answer_tokens, one.seed) for one in asked] == [(40, 40, 3)]
-    assert len(read_text(target, config, None).conversations) == len(first.conversations) == 4
+    assert len(read_text(target, config, World()).conversations) == len(first.conversations) == 4
     assert len(asked) == 1
+
+
+def test_several_processes_do_not_answer_prompts(target, tmp_path, asked):
+    config = settings(written(tmp_path / "prompts.jsonl", {"prompt": "why?"}))
+    with pytest.raises(DataError, match="holds prompts without answers") as caught:
+        read_text(target, config, World(0, 2))
+    assert "peagle data regenerate" in caught.value.hint and not asked and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -105,14 +114,14 @@ def test_prompts_are_answered_once(target, tmp_path):
         ("why?", {"max_length": 48}, "max_length was 40, is 48"),
     ],
 )
-def test_answers_to_something_else_are_not_trained_on(target, tmp_path, prompt, changes, words):
+def test_answers_to_something_else_are_not_trained_on(target, tmp_path, asked, prompt, changes, words):
     data = written(tmp_path / "prompts.jsonl", {"prompt": "why?"})
-    read_text(target, settings(data), answered(target)[0])
+    read_text(target, settings(data), World())
     written(data, {"prompt": prompt})
     with pytest.raises(ConfigError) as caught:
-        read_text(target, replace(settings(data), **changes), None)
+        read_text(target, replace(settings(data), **changes), World())
     assert words in caught.value.message and str(tmp_path / "out" / "data") in caught.value.message
-    assert "another output" in caught.value.hint
+    assert "a new --output" in caught.value.hint
 
 
 def test_a_held_out_directory_without_rows_is_passed_over_unless_it_was_asked_for(target, tmp_path, caplog):
@@ -120,24 +129,24 @@ def test_a_held_out_directory_without_rows_is_passed_over_unless_it_was_asked_fo
     with ShardWriter(tmp_path / "data", "synthesize", identity, {}) as writer:
         writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(12)])
     ShardWriter(tmp_path / "data" / "held_out", "synthesize", identity, {}).close()
-    text = read_text(target, settings(tmp_path / "data"), None)
+    text = read_text(target, settings(tmp_path / "data"), World())
     assert text.facts["held_out"]["name"] == "split off the data"
     assert f"{tmp_path / 'data' / 'held_out'} holds no rows" in caplog.text
     with pytest.raises(DataError, match=r"held_out holds no rows\n"):
-        read_text(target, settings(tmp_path / "data", held_out=tmp_path / "data" / "held_out"), None)
+        read_text(target, settings(tmp_path / "data", held_out=tmp_path / "data" / "held_out"), World())
 
 
 def test_rows_of_neither_kind_are_refused_by_their_line(target, tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:1: not a conversation; keys found: nonsense"):
-        read_text(target, settings(written(tmp_path / "rows.jsonl", {"nonsense": 1})), None)
+        read_text(target, settings(written(tmp_path / "rows.jsonl", {"nonsense": 1})), World())
 
 
 def test_held_out_rows_are_greedy_spread_over_the_data_and_never_trained_on(target, tmp_path):
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([0, 0.7, 0, 1.0] * 20))
-    text = read_text(target, settings(data, num_held_out=3), None)
+    text = read_text(target, settings(data, num_held_out=3), World())
     assert len(text.held_out) == 3 and len(text.conversations) == 77 == text.facts["num_conversations"]
     assert text.num_answer_tokens == 77 * 15
-    every = read_text(target, settings(data, num_held_out=0), None)
+    every = read_text(target, settings(data, num_held_out=0), World())
     assert len(every.conversations) == 80 and every.held_out == () and "held_out" not in every.facts
     place = {row.token_ids.tobytes(): index for index, row in enumerate(every.conversations)}
     apart = [place[row.token_ids.tobytes()] for row in text.held_out]
@@ -148,20 +157,20 @@ def test_held_out_rows_are_greedy_spread_over_the_data_and_never_trained_on(targ
 
 def test_no_more_than_a_tenth_of_the_greedy_rows_is_set_apart(target, tmp_path):
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([0] * 39 + [1.0] * 40))
-    assert len(read_text(target, settings(data), None).held_out) == 3
+    assert len(read_text(target, settings(data), World()).held_out) == 3
 
 
 @pytest.mark.parametrize("temperature", [None, 0.7])
 def test_rows_that_are_not_known_to_be_greedy_are_not_set_apart(target, tmp_path, caplog, temperature):
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([temperature] * 30))
-    assert read_text(target, settings(data), None).held_out == ()
-    assert "acceptance is not measured: of 30 conversations 0 are known to be greedy" in caplog.text
+    assert read_text(target, settings(data), World()).held_out == ()
+    assert "acceptance is not measured: only 0 of 30 conversations are known to be greedy" in caplog.text
 
 
 def test_given_answers_that_are_not_greedy_are_warned_of(target, tmp_path, caplog):
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([0] * 4))
     held_out = written(tmp_path / "held.jsonl", *rows_of_ids([0, None, 1.0]))
-    text = read_text(target, settings(data, held_out=held_out), None)
+    text = read_text(target, settings(data, held_out=held_out), World())
     assert text.facts["held_out"] == {"name": "held.jsonl", "num": 3, "num_greedy": 1}
     assert "1 of 3 answers are known to be greedy" in caplog.text
 

@@ -1,77 +1,15 @@
 """Several processes learn what one does. Each test starts real ones, which talk over the loopback."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 
+from harness.joined_processes import run_processes
+from harness.tiny_models import tiny_target
+from harness.tiny_training import conversations, ignore, metrics_of, new_trainer, settings
 from peagle.errors import ConfigError
 from peagle.training.distributed import World, joined_world
-from tiny import tiny_target
-from tiny_runs import conversations, ignore, metrics_of, new_trainer, settings
 
 SETTINGS = {"batch_size": 4, "log_every": 1, "num_steps": 4, "save_every": 2, "max_gradient_norm": 0.5}
-SCRIPT = textwrap.dedent(
-    """
-    import json, sys
-    from pathlib import Path
-    import torch
-    from torch.distributed.tensor import DTensor
-    torch.set_num_threads(1)
-    sys.path.insert(0, sys.argv[1])
-    from peagle.training.distributed import joined_world, whole_state
-    from tiny import tiny_target
-    from tiny_runs import conversations, ignore, new_trainer, settings
-
-    output, changes = Path(sys.argv[2]), json.loads(sys.argv[3])
-    last_step = changes.pop("stop_after", None)
-
-    def on_step(step, metrics):
-        if step == last_step:
-            sys.exit(7)
-
-    with joined_world() as world:
-        config = settings(output, **changes)
-        world.check(config)
-        assert world.least(5 + world.rank) == 5
-        noise = torch.full((3,), float(world.rank))
-        world.share([noise])
-        assert not noise.any(), "all have what the first one has"
-        target = tiny_target()
-        trainer = new_trainer(target, config, world)
-        trainer.train(conversations(), on_step)
-        for layers in (target.layers, trainer.drafter.layers):
-            is_spread = {isinstance(parameter, DTensor) for parameter in layers.parameters()}
-            assert is_spread == {config.parallel == "fsdp"}, "between steps no process holds a whole layer"
-        state = whole_state(trainer.drafter.state_dict())
-        if world.is_main:
-            torch.save(state, output / "weights.pt")
-    """
-)
-
-
-def run_processes(output: Path, num_processes: int, **changes) -> list[int]:
-    """Train in `num_processes` processes, as torchrun starts them; their exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tests = Path(__file__).parent.parent
-    command = [sys.executable, "-c", SCRIPT, str(tests), str(output), json.dumps(SETTINGS | changes)]
-    common = os.environ | {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(command, env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(num_processes)
-    ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
-    statuses = [process.returncode for process in processes]
-    assert set(statuses) <= {0, 7}, "\n".join(errors)
-    return statuses
 
 
 @pytest.fixture(scope="module")
@@ -97,20 +35,20 @@ def check_same(alone, output):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_have_the_losses_of_one(alone, tmp_path, parallel):
-    assert run_processes(tmp_path, 2, parallel=parallel) == [0, 0]
+    assert run_processes(tmp_path, 2, **SETTINGS, parallel=parallel) == [0, 0]
     check_same(alone, tmp_path)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_of_two_processes_goes_on_where_it_was_saved(alone, tmp_path, parallel):
-    assert run_processes(tmp_path, 2, parallel=parallel, stop_after=3) == [7, 7]
+    assert run_processes(tmp_path, 2, **SETTINGS, parallel=parallel, stop_after=3) == [7, 7]
     assert not (tmp_path / "weights.pt").exists()
-    assert run_processes(tmp_path, 2, parallel=parallel) == [0, 0]
+    assert run_processes(tmp_path, 2, **SETTINGS, parallel=parallel) == [0, 0]
     check_same(alone, tmp_path)
 
 
 def test_a_run_of_two_processes_that_shard_is_gone_on_with_by_one(alone, tmp_path):
-    run_processes(tmp_path, 2, parallel="fsdp", stop_after=3)
+    run_processes(tmp_path, 2, **SETTINGS, parallel="fsdp", stop_after=3)
     config = settings(tmp_path, **SETTINGS)
     trainer = new_trainer(tiny_target(), config)
     assert trainer.step == 2
@@ -124,7 +62,7 @@ def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
     trainer = new_trainer(tiny_target(), config)
     trainer.train(conversations(), ignore)
     output = tmp_path / "together"
-    assert run_processes(output, 2, parallel="fsdp", method="eagle3") == [0, 0]
+    assert run_processes(output, 2, **SETTINGS, parallel="fsdp", method="eagle3") == [0, 0]
     check_same((metrics_of(config), trainer.drafter.state_dict()), output)
 
 
@@ -137,14 +75,14 @@ def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
     ids=["ddp", "fsdp"],
 )
 def test_micro_batches_of_two_processes_add_up(alone, tmp_path, changes):
-    assert run_processes(tmp_path, 2, **changes) == [0, 0]
+    assert run_processes(tmp_path, 2, **(SETTINGS | changes)) == [0, 0]
     check_same(alone, tmp_path)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         World(0, 3).check(settings(tmp_path, batch_size=4))
-    assert caught.value.message == "batch_size 4 cannot be shared by 3 processes"
+    assert caught.value.message == "batch_size 4 is not divisible by 3 processes"
     assert caught.value.hint == "use a multiple of 3"
 
 
@@ -161,6 +99,6 @@ def test_a_number_of_processes_that_nobody_started_is_explained(monkeypatch, num
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError) as caught, joined_world():
         pass
-    assert caught.value.message.startswith(f"WORLD_SIZE is {number!r}, but the processes cannot be joined: ")
+    assert caught.value.message.startswith(f"WORLD_SIZE is {number!r}, but the process group cannot start: ")
     assert "RANK expected" in caught.value.message
-    assert caught.value.hint == "start them with torchrun, or unset WORLD_SIZE to train in one process"
+    assert caught.value.hint == "start the processes with torchrun, or unset WORLD_SIZE to train in one process"

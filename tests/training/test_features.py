@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from families import BASE, family_target
+from harness.model_families import BASE, family_target
+from harness.tiny_models import tiny_target, tiny_tokenizer
+from harness.tiny_training import ignore, metrics_of, new_trainer, settings
+from peagle.data.conversations import Conversation
 from peagle.errors import CapacityError, CheckpointError, ConfigError
+from peagle.objective.batches import Batches
 from peagle.targets.hf import HFTarget
 from peagle.training import feature_store
-from peagle.training.batches import Batches
-from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
 from peagle.training.feature_store import FeatureStore, States
 from peagle.training.features import CachedFeatures, OnlineFeatures, features_for, is_worth_capturing
-from tiny import tiny_target, tiny_tokenizer
-from tiny_runs import ignore, metrics_of, new_trainer, settings
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_size_is_said_before_anything_is_written_and_is_right(target, tmp_pa
     with caplog.at_level(logging.INFO, logger="peagle"):
         store.complete(counting(target)[0], 2, World())
     first = caplog.records[0].getMessage()
-    assert first.startswith(f"features: {store.lengths.sum()} tokens of 1024 bytes, ") and "GiB free" in first
+    assert first.startswith(f"features: {store.lengths.sum()} tokens x 1024 bytes, ") and "GiB free" in first
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert store.num_bytes <= written <= store.num_bytes + 300 * store.num_shards
 
@@ -150,8 +150,8 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(tar
         store.__init__(tmp_path / "new", target, rows, max_length=10**12)
     with pytest.raises(CapacityError) as caught:
         store.complete(counting(target)[0], 2, World())
-    assert "the features of 1000000000000 tokens take 953674.3 GiB more, but" in caught.value.message
-    assert 'set features to "online"' in caught.value.hint
+    assert "features of 1000000000000 tokens need 953674.3 GiB more, but" in caught.value.message
+    assert "--features online" in caught.value.hint
     assert not (tmp_path / "new").exists()
 
 
@@ -160,8 +160,8 @@ def test_a_disk_that_fills_up_is_said_and_keeps_what_was_written(target, tmp_pat
     (tmp_path / "features-00002.safetensors.tmp").symlink_to("/dev/full")
     with pytest.raises(CapacityError) as caught:
         store.complete(counting(target)[0], 2, World())
-    assert "features-00002.safetensors cannot be written" in caught.value.message
-    assert caught.value.message.endswith("the 2 files before it stand")
+    assert "cannot write " in caught.value.message and "features-00002.safetensors (" in caught.value.message
+    assert caught.value.message.endswith("the 2 files before it are intact")
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 and not list(tmp_path.glob("*.tmp"))
 
 
@@ -175,7 +175,7 @@ def test_features_of_another_target_other_data_or_other_layers_are_refused(targe
     ):
         with pytest.raises(CheckpointError) as caught:
             other.complete(states_of, 2, World())
-        assert "has features of something else" in caught.value.message and word in caught.value.message
+        assert "caches features of another run" in caught.value.message and word in caught.value.message
         assert "another features_directory" in caught.value.hint
     tapped = tiny_target(num_layers=7)
     tapped.tap((1, 2, 3))
@@ -188,7 +188,7 @@ def test_a_manifest_that_is_gone_or_damaged_is_refused(target, tmp_path):
     store.complete(counting(target)[0], 2, World())
     assert json.loads((tmp_path / "manifest.json").read_text())["dtype"] == "float32"
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*manifest\.json"):
         store.complete(counting(target)[0], 2, World())
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="has features but no manifest"):
@@ -201,8 +201,8 @@ def test_a_damaged_file_is_named(target, tmp_path):
     (tmp_path / "features-00000.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(CheckpointError) as caught:
         store.read([(0,)])
-    assert "features-00000.safetensors cannot be read" in caught.value.message
-    assert caught.value.hint == "remove it; the next run writes it again"
+    assert "features-00000.safetensors: " in caught.value.message
+    assert caught.value.hint == "delete it; the next run writes it again"
 
 
 def test_a_head_that_is_not_known_cannot_be_cached(tmp_path):
@@ -216,8 +216,8 @@ def test_a_head_that_is_not_known_cannot_be_cached(tmp_path):
     target = HFTarget(Odd(LlamaConfig(**BASE)), tiny_tokenizer(), name="odd")
     with pytest.raises(ConfigError) as caught:
         features_for(target, cached_settings(tmp_path), mixed(), World())
-    assert caught.value.message.startswith("the head of Odd does something peagle does not know")
-    assert caught.value.hint == 'set features to "online"'
+    assert caught.value.message.startswith("cannot cache features of Odd: its head cannot run separately")
+    assert caught.value.hint == "use --features online"
 
 
 def test_on_a_cpu_nothing_is_recorded_as_a_graph(target):
@@ -252,5 +252,5 @@ def test_a_pass_that_waits_for_the_device_is_launched_instead_and_it_is_said(tmp
     batch = Batches(mixed(), settings(tmp_path)).make(0).to(target.device)
     with caplog.at_level(logging.WARNING, logger="peagle"):
         features = features_of(batch)
-    assert "cannot be recorded as a CUDA graph" in caplog.text
+    assert "cannot capture the target's forward as a CUDA graph" in caplog.text
     assert features.aux_hidden_BTA.isfinite().all()

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.tiny_models import tiny_drafter, tiny_target
+from harness.tiny_training import conversations, new_trainer
+from harness.tiny_training import settings as cpu_settings
 from peagle.errors import CapacityError
+from peagle.objective.batches import Batches
+from peagle.objective.labels import CHUNK_VALUES, ChunkShape
 from peagle.targets.packed import TargetHead
-from peagle.training.batches import Batches
 from peagle.training.distributed import World
 from peagle.training.features import OnlineFeatures, features_for
-from peagle.training.labels import CHUNK_VALUES, ChunkShape
 from peagle.training.planner import GIB, Sizes, estimate, phases, plan, planned
 from peagle.training.resume import RunState
 from peagle.training.run import OBJECTIVES
 from peagle.training.trainer import Trainer
-from tiny import tiny_drafter, tiny_target
-from tiny_runs import conversations, new_trainer
-from tiny_runs import settings as cpu_settings
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,11 @@ def num_bytes(tensors):
 
 METHODS = [
     ({}, {}),
-    ({"optimizer": "muon"}, {}),
     ({"embeddings": "own"}, {"embeddings": "own"}),
     ({}, {"head": "own"}),
-    ({"optimizer": "muon"}, {"head": "own", "embeddings": "own"}),
+    ({}, {"head": "own", "embeddings": "own"}),
     ({"method": "eagle3"}, {"parallel": False, "norm_output": True}),
-    ({"method": "eagle3", "optimizer": "muon"}, {"parallel": False, "norm_before_fc": True, "fc_norm": False}),
+    ({"method": "eagle3"}, {"parallel": False, "norm_before_fc": True, "fc_norm": False}),
 ]
 
 
@@ -60,8 +59,7 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(target, tmp_pat
     trainer = Trainer(drafter, objective, OnlineFeatures(target), config, RunState(config))
     trainer.train_step(Batches(conversations(), config).make(0))
     sizes, parameters = Sizes.of(target, drafter, config), list(drafter.parameters())
-    optimizers = getattr(trainer.optimizer, "optimizers", [trainer.optimizer])
-    moments = [t for each in optimizers for state in each.state.values() for t in state.values() if t.dim()]
+    moments = [t for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]
     for phase, parts in phases(sizes, config, 2, 1).items():
         assert parts["drafter weights"] == num_bytes(parameters), phase
         assert parts["optimizer"] == num_bytes(moments), phase
@@ -254,12 +252,14 @@ def test_what_the_settings_fix_is_kept(large, tmp_path):
 def test_what_cannot_fit_is_refused_with_the_parts_and_a_remedy(large, tmp_path):
     with pytest.raises(CapacityError) as caught:
         plan(large, settings(tmp_path, **LONG), 24 * GIB)
-    assert caught.value.message.startswith("a step needs ") and caught.value.message.endswith("the device has 24.0 GiB")
-    assert "target weights 14.96" in caught.value.message and "at 1 rows at once" in caught.value.message
+    assert caught.value.message.startswith("a training step needs ") and caught.value.message.endswith(
+        "the device has 24.0 GiB"
+    )
+    assert "target weights 14.96" in caught.value.message and "micro_batch_size 1," in caught.value.message
     assert caught.value.hint.startswith("set checkpoint_activations, lower max_length")
     with pytest.raises(CapacityError) as caught:
         plan(large, settings(tmp_path, **LONG, num_partitions=1, checkpoint_activations=True), 24 * GIB)
-    assert caught.value.hint.startswith("leave num_partitions out, lower max_length")
+    assert caught.value.hint.startswith("omit num_partitions, lower max_length")
 
 
 def test_sharded_layers_take_their_share_of_memory_in_each_process(target, drafter, tmp_path):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.tiny_models import tiny_target
 from peagle.config import from_toml
+from peagle.data.config import describe_file
+from peagle.data.shards import read_manifest
 from peagle.errors import ConfigError
-from peagle.training.config import TrainConfig
-from peagle.training.generation import describe_file
-from peagle.training.shards import read_manifest
-from tiny import tiny_target
+from peagle.objective.config import TrainConfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 ABSENT = {"data": Path("data"), "output": Path("drafter")}

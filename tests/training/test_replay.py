@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from families import trained_drafter
+from harness.model_families import trained_drafter
+from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
-from peagle.training.conversations import Conversation
 from peagle.training.replay import draft_everywhere, replay
-from tiny import tiny_drafter, tiny_target
+
+NUM_DRAFT_TOKENS = [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def decoded(target, drafter, conversations, num_draft_tokens):
     return Acceptance.of(accepted, num_draft_tokens)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
 @pytest.mark.parametrize("init_seed", [0, 3])
 def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed, monkeypatch):
     target = tiny_target(seed=init_seed)
@@ -112,7 +114,7 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     assert replay(target, drafter, rows[::-1], num_draft_tokens, tokens_at_once=1000) == expected
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
+@pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
 @pytest.mark.parametrize(
     "switches",
     [

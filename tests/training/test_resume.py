@@ -2,14 +2,20 @@
 
 import dataclasses
 import errno
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from harness.tiny_models import tiny_target
+from harness.tiny_training import conversations, ignore, metrics_of, new_trainer, settings
+from peagle.checkpoint.card import read_card
 from peagle.errors import CheckpointError, ConfigError
-from peagle.training.batches import Batches
-from tiny import tiny_target
-from tiny_runs import conversations, ignore, metrics_of, new_trainer, settings
+from peagle.objective.batches import Batches
+from peagle.training.run import train_drafter
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +38,8 @@ def test_a_run_that_diverges_names_the_batch_and_keeps_the_state_from_before_it(
     with pytest.raises(ConfigError) as caught:
         trainer.train(rows, on_step)
     batch = ", ".join(str(100 + index) for index in Batches(rows, config).documents(3))
-    message = f"the loss or its gradient is not a number in step 4, of rows {batch}: training diverged; "
-    assert caught.value.message.startswith(message)
-    assert caught.value.message.endswith("training diverged; the state saved last is from before it")
+    message = f"training diverged: loss or gradient is NaN or infinite in step 4 (rows {batch}); "
+    assert caught.value.message == message + "the last saved state is from before it"
     assert "lower learning_rate" in caught.value.hint and "inspect --rows" in caught.value.hint
     again = new_trainer(target, config)
     assert again.step == 2
@@ -56,10 +61,10 @@ def test_a_disk_that_is_full_while_saving_costs_only_the_steps_since_the_last_st
 
     with pytest.raises(CheckpointError) as caught:
         trainer.train(conversations(), on_step)
-    assert "the state after step 4 cannot be written to" in caught.value.message
+    assert "cannot write the state of step 4 to" in caught.value.message
     assert "No space left on device" in caught.value.message and "GiB free" in caught.value.message
-    assert caught.value.message.endswith("the state saved before stands")
-    assert "give the same command again" in caught.value.hint
+    assert caught.value.message.endswith("the previous state is intact")
+    assert "rerun the command to resume" in caught.value.hint
     assert not (config.output / "run" / "state.tmp").exists()
     again = new_trainer(target, config)
     assert again.step == 2
@@ -75,6 +80,36 @@ def test_metrics_that_cannot_be_written_are_said(target, tmp_path):
     full_disk(tmp_path / "run" / "metrics.jsonl")
     with pytest.raises(CheckpointError) as caught:
         trainer.train(conversations(), ignore)
-    assert caught.value.message.startswith("the metrics cannot be written to")
+    assert caught.value.message.startswith("cannot write metrics.jsonl to")
     assert f"[Errno {errno.ENOSPC}]" in caught.value.message
     assert caught.value.message.endswith("no state was saved before")
+
+
+def test_a_run_resumes_without_the_drafter_it_started_from(target, tmp_path):
+    """The saved state has the weights, settings.json the shape and the hash: `--from` may be gone."""
+    data, earlier = tmp_path / "rows.jsonl", tmp_path / "earlier"
+    rows = [{"prompt_ids": [3, 4, 5], "answer_ids": list(range(start, start + 12))} for start in (20, 40, 60, 80)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config_of(output, **changes):
+        shape = {"num_steps": 3, "log_every": 1, "draft_vocab_size": 30, "num_held_out": 0}
+        return dataclasses.replace(settings(output, **shape | changes), data=data)
+
+    def interrupt(step, metrics):
+        raise KeyboardInterrupt
+
+    train_drafter(target, config_of(earlier, aux_layer_ids=(0, 2)), ignore)
+    unbroken = config_of(tmp_path / "unbroken", from_drafter=earlier, num_draft_tokens=2)
+    train_drafter(target, unbroken, ignore)
+    config = dataclasses.replace(unbroken, output=tmp_path / "resumed")
+    with pytest.raises(KeyboardInterrupt):
+        train_drafter(target, config, interrupt)
+    shutil.rmtree(earlier)
+    train_drafter(target, config, ignore)
+    assert metrics_of(config) == metrics_of(unbroken)
+    cards = [read_card(one.output) for one in (config, unbroken)]
+    assert cards[0].training["from_drafter"] == cards[1].training["from_drafter"]
+    assert cards[0].data == cards[1].data and cards[0].aux_layer_ids == (0, 2)
+    found, expected = (load_file(one.output / "model.safetensors") for one in (config, unbroken))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)

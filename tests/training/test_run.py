@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,20 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from peagle.drafter.card import TargetIdentity, read_card
-from peagle.drafter.checkpoint import load_drafter, save_drafter
+from harness.tiny_models import tiny_target, tiny_tokenizer
+from peagle.checkpoint.card import TargetIdentity, read_card
+from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.data.conversations import read_conversations
+from peagle.data.shard_writer import ShardWriter
+from peagle.data.shards import Row
 from peagle.engine.llm import LLM
 from peagle.errors import CheckpointError, ConfigError, DataError
+from peagle.objective.config import TrainConfig
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import read_conversations
+from peagle.training import initial_drafter
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
-from peagle.training.shard_writer import ShardWriter
-from peagle.training.shards import Row
-from tiny import tiny_target, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[2] / "recipes" / "embedded_drafter.py"
 
 
@@ -163,9 +166,10 @@ def test_a_run_stopped_after_its_last_step_is_only_finished(target, data, finish
     assert read_card(output).acceptance == read_card(finished[0]).acceptance
 
 
-def test_a_run_without_held_out_conversations_claims_no_acceptance(target, data, tmp_path):
+def test_a_run_without_held_out_conversations_has_the_baseline_alone(target, data, tmp_path):
     train_drafter(target, settings(data, tmp_path, held_out=None, num_steps=1), ignore)
-    assert read_card(tmp_path).acceptance == {}
+    (entry,) = read_card(tmp_path).acceptance.values()
+    assert entry["kind"] == "decoded" and entry["num_draft_tokens"] == len(entry["per_position"])
     assert [list(line)[:2] for line in metrics_of(tmp_path)] == [["step", "loss"]]
 
 
@@ -226,9 +230,9 @@ def test_a_directory_that_does_not_accept_as_it_did_in_memory_is_reported_and_no
     config = settings(data, tmp_path, num_steps=40, learning_rate=5e-3, save_every=40)
     with monkeypatch.context() as patch:
         patch.setattr("peagle.training.run.save_drafter", damaged)
-        with pytest.raises(CheckpointError, match="it was not written as it is") as caught:
+        with pytest.raises(CheckpointError, match="differs from the trained drafter") as caught:
             train_drafter(target, config, ignore)
-    assert "the same command writes the directory again" in caught.value.hint
+    assert "rerun the command to write the directory again" in caught.value.hint
     steps = []
     train_drafter(target, config, lambda step, metrics: steps.append(step))
     assert steps == [] and read_card(tmp_path).acceptance["held_out_replay"]["acceptance_length"] > 1
@@ -249,10 +253,27 @@ def test_training_goes_on_from_a_drafter(target, data, finished, tmp_path):
     assert "init" not in card.training, "nothing was initialized"
 
 
+def test_the_earlier_drafter_is_hashed_once_and_may_go_away_during_the_run(
+    target, data, finished, tmp_path, monkeypatch
+):
+    earlier, hashed = tmp_path / "earlier", []
+    shutil.copytree(finished[0], earlier)
+    facts_of = initial_drafter.earlier_facts
+    monkeypatch.setattr("peagle.training.run.earlier_facts", lambda *args: hashed.append(args) or facts_of(*args))
+
+    def remove_after_the_first_step(step, metrics):
+        shutil.rmtree(earlier, ignore_errors=True)
+
+    config = settings(data, tmp_path / "out", from_drafter=earlier, num_steps=2, save_every=1)
+    train_drafter(target, config, remove_after_the_first_step)
+    assert len(hashed) == 1
+    assert read_card(tmp_path / "out").training["from_drafter"]["name"] == "earlier"
+
+
 def test_settings_without_effect_are_told(target, data, tmp_path, caplog):
     train_drafter(target, settings(data, tmp_path, num_steps=1, parallel="fsdp"), ignore)
-    assert "parallel = fsdp changes nothing in one process" in caplog.text
-    assert "warmup_steps 1 of num_steps 1: the learning rate never reaches its peak" in caplog.text
+    assert "--parallel fsdp has no effect in a single process" in caplog.text
+    assert "warmup_steps 1 >= num_steps 1: the learning rate never reaches its peak" in caplog.text
 
 
 def test_training_goes_on_with_the_drafter_of_a_target_that_was_tuned_since(data, finished, tmp_path, caplog):
@@ -324,7 +345,6 @@ def test_greedy_rows_are_set_apart_where_none_are_given(target, tmp_path):
 
 def test_bad_settings_and_data_are_refused_before_anything_is_written(target, data, tmp_path):
     prompt_only = written(tmp_path / "prompt_only.jsonl", {"prompt_ids": list(range(3, 60)), "answer_ids": [5, 6]})
-    questions = written(tmp_path / "questions.jsonl", {"messages": [{"role": "user", "content": "why?"}]})
     strange = shards(tmp_path / "strange", tiny_target(seed=5), [0.0])
     one_token = written(tmp_path / "one_token.jsonl", {"prompt_ids": [4, 5, 6], "answer_ids": [7]})
     cases = [
@@ -333,14 +353,13 @@ def test_bad_settings_and_data_are_refused_before_anything_is_written(target, da
         ({"data": tmp_path / "no.jsonl"}, DataError, "no file at", "existing file"),
         ({"held_out": tmp_path / "no.jsonl"}, DataError, "no file at", "existing file"),
         ({"data": prompt_only}, DataError, "none of its 1 rows has an answer token", "raise max_length"),
-        ({"data": one_token}, DataError, "no row has an answer of two tokens or more", "longer answers"),
+        ({"data": one_token}, DataError, "no row has an answer of two or more tokens", "longer answers"),
         ({"aux_layer_ids": (2, 8)}, ConfigError, "aux_layer_ids must", "default"),
         ({"mask_token_id": 288}, ConfigError, "mask_token_id must be between 0 and 287", ""),
-        ({"draft_vocab_size": 289}, ConfigError, "draft_vocab_size 289 exceeds the target's 288", "leave it out"),
-        ({"data": questions}, DataError, "holds prompts without answers", "peagle data regenerate"),
-        ({"data": tmp_path}, DataError, "holds no manifest.json", "peagle data"),
-        ({"data": strange}, DataError, "not by 'tiny': its weights are others", "its own target says"),
-        ({"held_out": strange}, DataError, "not by 'tiny': its weights are others", "its own target says"),
+        ({"draft_vocab_size": 289}, ConfigError, "draft_vocab_size 289 exceeds the target's 288", "omit it"),
+        ({"data": tmp_path}, DataError, "not a shard directory: no manifest.json", "peagle data"),
+        ({"data": strange}, DataError, "not by 'tiny': the weights differ", "its own target"),
+        ({"held_out": strange}, DataError, "not by 'tiny': the weights differ", "its own target"),
     ]
     output = tmp_path / "drafter"
     for changes, kind, words, hint in cases:
@@ -357,11 +376,11 @@ def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished
     stranger = tiny_target(seed=5)
     stranger.tokenizer.add_tokens(["stranger"])
     cases = [
-        ({"num_layers": 2}, target, ConfigError, "num_layers is 1 there and 2 in the settings"),
-        ({"method": "eagle3"}, target, ConfigError, "method is 'p-eagle' there and 'eagle3' in the settings"),
-        ({"fc_norm": False}, target, ConfigError, "fc_norm is True there and False in the settings"),
-        ({"draft_vocab_size": 20}, target, ConfigError, "draft_vocab_size is 288 there and 20 in the settings"),
-        ({"aux_layer_ids": (0, 1, 2)}, target, ConfigError, "aux_layer_ids is [2, 4, 5] there and [0, 1, 2]"),
+        ({"num_layers": 2}, target, ConfigError, "num_layers is 1 there, 2 in the settings"),
+        ({"method": "eagle3"}, target, ConfigError, "method is 'p-eagle' there, 'eagle3' in the settings"),
+        ({"fc_norm": False}, target, ConfigError, "fc_norm is True there, False in the settings"),
+        ({"draft_vocab_size": 20}, target, ConfigError, "draft_vocab_size is 288 there, 20 in the settings"),
+        ({"aux_layer_ids": (0, 1, 2)}, target, ConfigError, "aux_layer_ids is [2, 4, 5] there, [0, 1, 2]"),
         ({}, stranger, CheckpointError, "its tokenizer is another one"),
         ({"from_drafter": tmp_path / "no"}, target, CheckpointError, f"no directory {tmp_path / 'no'}"),
     ]
@@ -369,7 +388,7 @@ def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished
         values = {"data": data, "output": output, "from_drafter": finished[0]} | changes
         with pytest.raises(kind) as caught:
             train_drafter(chosen, settings(**values), ignore)
-        assert "training cannot go on from" in caught.value.message and words in caught.value.message, changes
+        assert "cannot train from" in caught.value.message and words in caught.value.message, changes
         assert not output.exists(), changes
 
 
@@ -407,7 +426,7 @@ def test_an_unfinished_run_is_not_gone_on_with_on_other_text(target, tmp_path):
     train_drafter(target, config, ignore)
 
 
-def test_layers_that_cannot_be_copied_are_refused_before_prompts_are_answered(tmp_path):
+def test_layers_that_cannot_be_copied_are_refused_before_prompts_are_answered(tmp_path, monkeypatch):
     sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 512}
@@ -417,8 +436,9 @@ def test_layers_that_cannot_be_copied_are_refused_before_prompts_are_answered(tm
     def answer(*_):
         raise AssertionError("nothing may be written yet")
 
+    monkeypatch.setattr("peagle.training.data.answer_dialogs", answer)
     with pytest.raises(ConfigError) as caught:
-        train_drafter(target, settings(prompts, tmp_path / "out", held_out=None), ignore, answer)
+        train_drafter(target, settings(prompts, tmp_path / "out", held_out=None), ignore)
     assert "to start from" in caught.value.message and "init = random" in caught.value.hint
     assert not (tmp_path / "out").exists()
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.training.config import TrainConfig
-from peagle.training.trainer import learning_rate
+from peagle.objective.config import TrainConfig
+from peagle.training.optimizer import learning_rate
 
 
 def settings(**changes):

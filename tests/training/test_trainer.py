@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from harness.tiny_models import tiny_drafter, tiny_target
+from harness.tiny_training import NUM_DRAFT_TOKENS, conversations, ignore, metrics_of, new_trainer, settings
+from peagle.data.conversations import Conversation
 from peagle.errors import CheckpointError, ConfigError
-from peagle.training.batches import make_batch
-from peagle.training.conversations import Conversation
+from peagle.objective.batches import Batches
+from peagle.objective.p_eagle import ParallelObjective
 from peagle.training.features import OnlineFeatures
-from peagle.training.p_eagle import ParallelObjective
+from peagle.training.optimizer import learning_rate
 from peagle.training.resume import RunState
-from peagle.training.trainer import Trainer, learning_rate
-from tiny import tiny_drafter, tiny_target
-from tiny_runs import NUM_DRAFT_TOKENS, conversations, ignore, metrics_of, new_trainer, settings
+from peagle.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def test_a_run_that_diverges_is_stopped_with_advice_and_its_state_is_not_saved(t
         trainer.drafter.fc.weight.fill_(float("nan"))
     with pytest.raises(ConfigError) as caught:
         trainer.train(conversations(), ignore)
-    assert caught.value.message.startswith("the loss or its gradient is not a number in step 1, of rows ")
-    assert caught.value.message.endswith(": training diverged; no state was saved before")
+    assert caught.value.message.startswith("training diverged: loss or gradient is NaN or infinite in step 1 (rows ")
+    assert caught.value.message.endswith("; no state was saved before it")
     assert "learning_rate" in caught.value.hint and not trainer.run.can_continue
 
 
@@ -102,7 +103,7 @@ def test_the_optimizer_follows_the_schedule_and_decays_matrices_only(target, tmp
     matrices, vectors = trainer.optimizer.param_groups
     assert matrices["weight_decay"] == 0.05 and vectors["weight_decay"] == 0.0
     assert any(parameter is trainer.drafter.mask_hidden for parameter in vectors["params"])
-    trainer.train_step(make_batch(conversations(), trainer.config, 0))
+    trainer.train_step(Batches(conversations(), trainer.config).make(0))
     assert matrices["lr"] == vectors["lr"] == learning_rate(0, trainer.config)
     assert trainer.step == 1
 
@@ -110,7 +111,7 @@ def test_the_optimizer_follows_the_schedule_and_decays_matrices_only(target, tmp
 def test_a_line_of_metrics_is_the_mean_over_the_labels_since_the_last_one(target, tmp_path, uninterrupted):
     config = settings(tmp_path, log_every=1, num_steps=6)
     new_trainer(target, config).train(conversations(), ignore)
-    counts = [make_batch(conversations(), config, step).num_labels for step in range(6)]
+    counts = [Batches(conversations(), config).make(step).num_labels for step in range(6)]
     losses = [line["loss"] for line in metrics_of(config)]
     for line, steps in zip(uninterrupted[1], (slice(0, 3), slice(3, 6)), strict=True):
         assert line["loss"] == pytest.approx(np.average(losses[steps], weights=counts[steps]), rel=1e-5)
@@ -260,7 +261,7 @@ def test_an_unfinished_run_with_other_settings_is_refused_with_the_setting(targe
     with pytest.raises(ConfigError) as caught:
         RunState(settings(tmp_path, **change))
     assert words in caught.value.message and "unfinished run with other settings" in caught.value.message
-    assert "another output" in caught.value.hint
+    assert "a new --output" in caught.value.hint
     assert (tmp_path / "run" / "settings.json").read_text() == before
 
 
@@ -295,8 +296,8 @@ def test_a_state_that_cannot_be_read_is_refused_with_a_hint(target, tmp_path, da
         state.write_bytes(b"" if damage == "empty" else b"not a state")
     with pytest.raises(CheckpointError) as caught:
         new_trainer(target, config)
-    assert str(state) in caught.value.message and "cannot be read" in caught.value.message
-    assert caught.value.hint.endswith("remove it to train from the start")
+    assert str(state) in caught.value.message and "cannot read" in caught.value.message
+    assert caught.value.hint.endswith("delete it to train from the start")
     state.unlink()
     assert new_trainer(target, config).step == 0, "the hint works"
 
@@ -308,7 +309,9 @@ def test_a_state_without_readable_settings_is_refused(target, tmp_path, content)
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(CheckpointError) as caught:
         RunState(config)
-    assert "settings.json, cannot be read" in caught.value.message and "state.pt" in caught.value.hint
+    assert (
+        "settings.json, the settings of the unfinished run" in caught.value.message and "state.pt" in caught.value.hint
+    )
 
 
 def test_finishing_drops_the_state_and_keeps_settings_and_metrics(target, tmp_path):

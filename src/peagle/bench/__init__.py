@@ -1,4 +1,4 @@
-"""Measuring: workloads, what is counted, and reports with their provenance.
+"""Benchmarks: offline sweeps of the engine, load tests of a server, and their reports.
 
-Does not know how an answer is made, only how long it took and how many tokens each target forward emitted.
+Measures time and tokens only; nothing here knows how an answer is generated.
 """

@@ -1,12 +1,11 @@
-"""Baselines by transformers itself, on the same target, prompts and device: what a user has without peagle.
+"""Baselines with transformers itself, on the same target, prompts and device: what users have without peagle.
 
     transformers eager                 generate over left-padded batches, no compilation
     transformers static compiled       the same with a static cache and the compiled forward
-    transformers continuous batching   its own paged scheduler, as many requests in a batch as the concurrency
+    transformers continuous batching   its paged scheduler, with a batch as large as the concurrency
 
-Greedy, and only tokens up to each answer's end are counted, not the padding after it. A batch of `generate` returns
-all at once, so its time per output token is the batch's time over its longest answer, the prompt included, and it has
-no time to first token.
+Greedy. Only tokens up to each answer's end count, not the padding. A batch of `generate` returns all at once, so its
+TPOT is the batch's time (with prefill) over its longest answer, and it has no TTFT.
 """
 
 import contextlib
@@ -23,21 +22,21 @@ if TYPE_CHECKING:
 
     from peagle.targets.hf import HFTarget
 
-ANCHORS = ("eager", "static", "continuous")
 EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 CONTINUOUS = "transformers continuous batching"
+NUM_ANCHORS = 3
 
-MOST_BATCHES = 10
-"""At a small concurrency not all requests are run: decoding a whole workload one by one would take most of a run."""
+MAX_BATCHES = 10
+"""Limits the requests at low concurrency, where a whole workload would take most of the run."""
 WARMUP_TOKENS = 8
 STANDARD_ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 BLOCK_SIZE = 256
-"""tokens; what transformers calls a block is a page"""
+"""tokens per page"""
 CPU_COMPILE: dict[str, Any] = {"backend": "inductor", "mode": "default"}
-"""what generate compiles its forward with on a CPU; its own default is for CUDA graphs"""
+"""compile options of generate on a CPU; its default is for CUDA graphs"""
 MAX_BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}
-"""prefill and decoding together; on a GPU its own default"""
+"""prefill plus decode; on a GPU transformers' default"""
 
 Timed = tuple[list[Answer], float]
 Batches = list[list[int]]
@@ -51,43 +50,38 @@ def run_anchors(
     results: list[CellResult],
     *,
     num_requests: Callable[[int], int],
-    names: Sequence[str] = ANCHORS,
     on_cell: Callable[[CellResult], None] = lambda _: None,
 ) -> None:
-    """Measure the anchors of these names at every concurrency and append to `results`.
+    """Measure all anchors at every concurrency and append to `results`.
 
-    `num_requests` gives the requests by the concurrency, which are those of the engine's cells. They are run in whole
-    batches, and only the first of them where there would be more than `MOST_BATCHES`. An anchor that fails is recorded
-    with its reason, and the others go on. The target is left as it was found: its attention, its taps, and nothing
-    compiled.
+    `num_requests` maps concurrency to requests, as for the engine's cells. They run in whole batches, at most
+    `MAX_BATCHES`. An anchor that fails is recorded with its reason, and the rest continue. The target's attention and
+    taps are restored afterwards, and compiled code is dropped.
     """
-    anchors = {"eager": (EAGER, run_eager), "static": (STATIC, run_static), "continuous": (CONTINUOUS, run_continuous)}
-    for method, run in (anchors[name] for name in names):
+    for method, run in ((EAGER, run_eager), (STATIC, run_static), (CONTINUOUS, run_continuous)):
         for places in sorted(concurrency):
             result = CellResult(Cell(method, 0, places))
             try:
                 with as_loaded(target):
                     reset_peak_memory(target.device)
-                    batches = batches_of(len(prompts), places, min(num_requests(places), MOST_BATCHES * places))
+                    batches = batches_of(len(prompts), places, min(num_requests(places), MAX_BATCHES * places))
                     result.answers, result.seconds = run(target, prompts, batches, max_tokens)
                     result.memory_bytes = peak_memory(target.device)
-            except Exception as error:  # anything: another project's code on any model must not end our run
+            except Exception as error:  # a failure in transformers must not end the run
                 result.failure = reason_of(error)
             results.append(result)
             on_cell(result)
 
 
 def batches_of(num_prompts: int, concurrency: int, num_requests: int) -> Batches:
-    """Indices of prompts in turn, in whole batches: a last one of another size would be compiled anew."""
-    num_batches = -(-num_requests // concurrency)
-    return [
-        [(batch * concurrency + place) % num_prompts for place in range(concurrency)] for batch in range(num_batches)
-    ]
+    """Prompt indices in whole batches: a smaller last batch would trigger a recompile."""
+    starts = range(0, num_requests, concurrency)
+    return [[index % num_prompts for index in range(start, start + concurrency)] for start in starts]
 
 
 @contextlib.contextmanager
 def as_loaded(target: "HFTarget") -> Iterator[None]:
-    """The target with an attention of transformers' own and without taps; both are put back afterwards."""
+    """The target with an attention implementation of transformers and without taps; restores both."""
     model = target.model
     attention = model.config._attn_implementation
     hooks = [(module, dict(module._forward_pre_hooks)) for module in model.modules() if module._forward_pre_hooks]
@@ -106,16 +100,15 @@ def as_loaded(target: "HFTarget") -> Iterator[None]:
 
 
 def _forget_compiled(model: "nn.Module") -> None:
-    """Drop what generate keeps on the model between calls, and the compiled code, with their memory."""
+    """Drop what generate caches on the model, and the compiled code."""
     import gc
 
     import torch
 
-    has_compiled = "_compiled_call" in model.__dict__
-    for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length"):
-        model.__dict__.pop(name, None)
-    if has_compiled:
+    if "_compiled_call" in vars(model):
         torch._dynamo.reset()
+    for name in ("_compiled_call", "_last_compile_config", "_previous_max_cache_length"):
+        vars(model).pop(name, None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -126,7 +119,7 @@ def run_eager(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Bat
 
 
 def run_static(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int) -> Timed:
-    """With one cache length for all batches, so that nothing is compiled while the clock runs."""
+    """One cache length for all batches, so that nothing is compiled during the measurement."""
     options: dict[str, Any] = {
         "cache_implementation": "static",
         "max_cache_len": _longest(prompts, batches) + max_tokens,
@@ -134,7 +127,7 @@ def run_static(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Ba
     if target.device.type == "cpu":
         from transformers import CompileConfig
 
-        # Where it is not told to, generate leaves the forward uncompiled on a CPU.
+        # By default generate does not compile on a CPU.
         options["compile_config"] = CompileConfig(**CPU_COMPILE)
         options["compile_config"]._compile_all_devices = True
     return _generate(target, prompts, batches, max_tokens, options)
@@ -145,7 +138,7 @@ def _generate(
 ) -> Timed:
     by_length = sorted({index for batch in batches for index in batch}, key=lambda index: -len(prompts[index]))
     longest = [by_length[place % len(by_length)] for place in range(len(batches[0]))]
-    for _ in range(2):  # the second call finds a used cache, which a compiled forward may have to be made anew for
+    for _ in range(2):  # the second call sees a used cache, which may trigger another compile
         _generate_batch(target, prompts, longest, min(WARMUP_TOKENS, max_tokens), options)
     answers: list[Answer] = []
     started = time.perf_counter()
@@ -169,7 +162,7 @@ def _generate_batch(
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Token ids of a batch and their mask, all prompts ending in the last column."""
+    """Token ids and attention mask of a left-padded batch."""
     import torch
 
     width = max(map(len, prompts))
@@ -179,7 +172,7 @@ def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> "tuple[torch.Tens
 
 
 def until_end(token_ids: Sequence[int], eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """The answer up to and including its end token: what follows in a batch is padding."""
+    """The answer up to and including its end token, without padding."""
     end = next((index for index, token in enumerate(token_ids) if token in eos_token_ids), len(token_ids) - 1)
     return tuple(token_ids[: end + 1])
 
@@ -190,9 +183,9 @@ def pad_token_id(target: "HFTarget") -> int:
 
 
 def run_continuous(target: "HFTarget", prompts: Sequence[Sequence[int]], batches: Batches, max_tokens: int) -> Timed:
-    """All requests are handed over at once, and its scheduler takes up the next as one ends.
+    """Submit all requests at once; the scheduler starts the next one when a slot is free.
 
-    Prefixes are not shared, as in our own cells; a request starts when it is taken up, not when it was handed over.
+    Prefixes are not shared, as in peagle's own cells. TTFT counts from when a request is scheduled.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -205,7 +198,7 @@ def run_continuous(target: "HFTarget", prompts: Sequence[Sequence[int]], batches
         max_requests_per_batch=concurrency,
         allow_block_sharing=False,
     )
-    # It keeps the end tokens in one setting for all requests; -1 is its word for none.
+    # One setting for all requests; -1 means no end token.
     generation = _generation_config(target, max_tokens, eos_token_id=sorted(target.eos_token_ids) or -1)
     with target.model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config, timeout=30
@@ -221,14 +214,14 @@ def run_continuous(target: "HFTarget", prompts: Sequence[Sequence[int]], batches
 
 
 def _finish_all(manager: Any, names: list[str]) -> dict[str, Any]:
-    """Wait for all requests; one that fails, or a scheduler that dies, is an error."""
+    """Wait for all requests; raise if one fails or the scheduler dies."""
     outputs: dict[str, Any] = {}
     while len(outputs) < len(names):
         result = manager.get_result(timeout=1)
         if result is None:
             if not manager.is_running():
                 fatal = manager.background_thread_status.fatal_error
-                raise RuntimeError(f"its thread ended early: {fatal}" if fatal else "its thread ended early")
+                raise RuntimeError(f"the scheduler thread died: {fatal}" if fatal else "the scheduler thread died")
         elif result.error is not None:
             raise RuntimeError(result.error)
         elif result.is_finished():

@@ -1,12 +1,10 @@
-"""How near plain decoding comes to the limit that memory sets, for any architecture, without its weights.
+"""How close plain decoding comes to the memory-bandwidth limit, for any architecture, with random weights.
 
-A decode step has to read every weight it uses once, so it cannot take less than their bytes over the bandwidth of the
-device's memory. The model is made of random numbers on the device itself, and the bandwidth is measured in the same
-run.
+A decode step reads every weight it uses once, so it takes at least weight bytes / memory bandwidth. The bandwidth is
+measured in the same run.
 """
 
 import json
-import math
 import random
 import statistics
 import time
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.cells import CellResult
+from peagle.bench.cells import CellResult, rounded
 from peagle.errors import CapacityError, ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 128
 """length of the random prompts"""
 BUFFER_BYTES = {"cuda": 4 << 30, "cpu": 512 << 20}
-"""far beyond any cache between the processor and its memory"""
+"""far larger than any cache"""
 NUM_PASSES = 12
 
 _LLAMA = {
@@ -44,9 +42,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "llama-1b": _LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    # the embedded target
-    "smollm2-135m": {
-        "model_type": "llama",
+    # the built-in target
+    "smollm2-135m": _LLAMA
+    | {
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
@@ -54,7 +52,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "vocab_size": 49152,
         "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "tie_word_embeddings": True,
     },
@@ -63,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second between the device and its memory: the better of what copying and reading reach."""
+    """Memory bandwidth in bytes per second: the higher of copying and reading."""
 
     bytes_per_second: float
     copy: float | None
@@ -71,29 +68,31 @@ class Bandwidth:
 
 
 def read_shape(name: str) -> dict[str, Any]:
-    """The settings behind --dummy: a named shape, or a config.json of transformers."""
+    """The config for --dummy: a named shape, or a config.json."""
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
             f"no shape {name!r}: neither a known name nor a file",
-            hint=f"{nearest(name, SHAPES)} or give a model's config.json",
+            hint=f"{nearest(name, SHAPES)} or pass a model's config.json",
         )
     try:
         settings = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}", hint="give a model's config.json") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}", hint="pass a model's config.json") from error
     if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ConfigError(f"{path} has no model_type", hint="give the config.json of a transformers causal LM")
+        raise ConfigError(f"{path} has no model_type", hint="pass the config.json of a transformers causal LM")
     return settings
 
 
 def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto") -> "HFTarget":
-    """A target of the shape `name` with random weights, made on the device in the dtype; refused if it cannot fit."""
+    """A target with random weights, created on the device; refused if it does not fit."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from peagle.host_memory import available_bytes
     from peagle.targets.hf import HFTarget
     from peagle.targets.load import choose_device, choose_dtype
 
@@ -104,38 +103,24 @@ def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto") -> "HF
         config = AutoConfig.for_model(model_type, **settings)
         with torch.device("meta"):
             empty: Any = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever a config that does not hold together breaks in transformers
+    except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ConfigError(
-            f"transformers cannot make a causal LM of {name}: {error}", hint="it must be the config of a text model"
+            f"transformers cannot build a causal LM from {name}: {error}", hint="pass the config of a text model"
         ) from error
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
-    _check_fits(name, num_parameters * chosen_dtype.itemsize, chosen_device)
-    with torch.device(chosen_device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype)
-    return HFTarget(model, _empty_tokenizer(), name=f"{Path(name).stem} (random weights)")
-
-
-def _check_fits(name: str, num_bytes: int, device: "torch.device") -> None:
-    import torch
-
-    from peagle.targets.capacity import memory_bytes
-
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()
+    num_bytes = num_parameters * chosen_dtype.itemsize
+    room = torch.cuda.mem_get_info(chosen_device)[0] if chosen_device.type == "cuda" else available_bytes()
     if num_bytes > room:
         raise CapacityError(
-            f"the weights of {name} take {num_bytes / 2**30:.1f} GiB, but {device} has {room / 2**30:.1f} GiB",
+            f"the weights of {name} take {num_bytes / 2**30:.1f} GiB, but {chosen_device} has {room / 2**30:.1f} GiB",
             hint="choose a smaller shape, or --dtype bfloat16",
         )
-
-
-def _empty_tokenizer() -> Any:
-    """A tokenizer that knows one token: the ids of a random model mean nothing, and every other one is no text."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?", clean_up_tokenization_spaces=False)
+    with torch.device(chosen_device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype)
+    one_token = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=one_token, unk_token="?", clean_up_tokenization_spaces=False)
+    return HFTarget(model, tokenizer, name=f"{Path(name).stem} (random weights)")
 
 
 def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -144,12 +129,15 @@ def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int = PROMPT_T
 
 
 def weight_bytes_per_step(model: "PreTrainedModel", concurrency: int = 1) -> int:
-    """Bytes of weights that one step must read.
+    """Bytes of weights that one step reads.
 
-    Of an embedding that is not also the head only single rows are read, which count as nothing. Of experts, those that
-    the step's tokens are expected to choose when every choice is equally likely.
+    An untied embedding does not count: only single rows are read. Of experts, counts the expected number that the
+    step's tokens select if all are equally likely.
     """
-    share = _expert_share(model.config.get_text_config(), concurrency)
+    config: Any = model.config.get_text_config()
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    share = 1 - (1 - chosen / num_experts) ** concurrency if num_experts and chosen else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -160,17 +148,8 @@ def weight_bytes_per_step(model: "PreTrainedModel", concurrency: int = 1) -> int
     return round(total)
 
 
-def _expert_share(config: Any, concurrency: int) -> float:
-    """The share of a layer's experts that `concurrency` tokens are expected to choose between them."""
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    if not num_experts or not chosen:
-        return 1.0
-    return float(1 - (1 - chosen / num_experts) ** concurrency)
-
-
 def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> Bandwidth:
-    """Copy and read a buffer much larger than any cache, several times, and take the median of each."""
+    """Copy and read a buffer much larger than any cache; median of several passes."""
     import torch
 
     if num_bytes is None:
@@ -187,7 +166,7 @@ def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> B
 
 
 def _seconds(run: Callable[[], Any], device: "torch.device") -> float:
-    """Median time of one call, on the device's own clock where it has one."""
+    """Median time of one call, on the device's clock if it has one."""
     import torch
 
     for _ in range(2):
@@ -209,36 +188,30 @@ def _seconds(run: Callable[[], Any], device: "torch.device") -> float:
 
 
 def bandwidth_report(target: "HFTarget", bandwidth: Bandwidth, results: Sequence[CellResult]) -> dict[str, Any]:
-    """A JSON-ready record: for each concurrency the limit of a step, the step, and the fraction of the limit reached.
+    """Per concurrency: the limit of a step, its time, and the fraction of the limit reached.
 
-    The limit counts weights alone; at a high concurrency the cache is read as well, and the fraction falls for it.
+    The limit counts weights only. At high concurrency the KV cache is read as well, which lowers the fraction.
+    If no step was steady, the mean TPOT stands in for its time.
     """
     rows = []
     for result in results:
         num_bytes = weight_bytes_per_step(target.model, result.cell.concurrency)
         limit = num_bytes / bandwidth.bytes_per_second
-        seconds = step_seconds(result)
+        times = [answer.seconds_per_token for answer in result.answers if answer.seconds_per_token is not None]
+        seconds = result.step.wall if result.step else statistics.fmean(times) if times else None
         rows.append(
             {
                 "concurrency": result.cell.concurrency,
                 "weight_bytes": num_bytes,
                 "limit_ms": round(1e3 * limit, 4),
-                "step_ms": None if seconds is None else round(1e3 * seconds, 4),
+                "step_ms": rounded(seconds, 4, 1e3),
                 "fraction_of_limit": None if seconds is None else round(limit / seconds, 4),
             }
         )
     return {
         "bytes_per_second": round(bandwidth.bytes_per_second),
-        "copy_bytes_per_second": None if bandwidth.copy is None else round(bandwidth.copy),
-        "read_bytes_per_second": None if bandwidth.read is None else round(bandwidth.read),
+        "copy_bytes_per_second": bandwidth.copy and round(bandwidth.copy),
+        "read_bytes_per_second": bandwidth.read and round(bandwidth.read),
         "num_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
         "steps": rows,
     }
-
-
-def step_seconds(result: CellResult) -> float | None:
-    """Wall time of a plain step: of undisturbed ones, or where there were none the mean time per output token."""
-    if result.step is not None:
-        return result.step.wall
-    times = [answer.seconds_per_token for answer in result.answers if answer.seconds_per_token is not None]
-    return math.fsum(times) / len(times) if times else None

@@ -1,6 +1,6 @@
-"""Requests to an OpenAI-compatible server, with the moments at which their answers came in.
+"""Timed requests to an OpenAI-compatible server.
 
-Only what a measurement needs is read of a stream, and nothing is tokenized: servers tell the number of tokens.
+Only what a measurement needs is parsed, and nothing is tokenized: servers report the number of tokens.
 """
 
 import asyncio
@@ -17,21 +17,22 @@ from urllib.parse import urlsplit
 import httpx
 
 from peagle.bench.scrape import Scrape
-from peagle.bench.workloads import Prompt
+from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError, ServerError
+from peagle.server.sse import EventSplitter, data_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_REASON = 200
 METRICS_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 KEEP_SECONDS = 2.0
-"""How long an unused connection is kept: not so long that the server closes it first."""
+"""How long to keep an unused connection; shorter than servers do."""
 SHOWN = ("content", "reasoning", "reasoning_content", "tool_calls", "text")
-"""Keys of a chunk under which an answer's next piece is found, whatever kind of piece it is."""
+"""Keys of a chunk that may hold output."""
 
 
 def root_of(url: str) -> str:
-    """The address in front of /v1 and /metrics, however much of that is given.
+    """The server address without /v1 or /metrics.
 
     >>> root_of("localhost:8000/v1/")
     'http://localhost:8000'
@@ -46,15 +47,15 @@ def root_of(url: str) -> str:
     except ValueError:
         is_good = False
     if not is_good or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"{given!r} is not the address of a server", hint="give it as http://HOST:PORT")
+        raise ConfigError(f"{given!r} is not a server address", hint="use http://HOST:PORT")
     return url
 
 
 class Connections:
-    """Clients of one connection each, as many as are used at the same time.
+    """A pool of httpx clients with one connection each.
 
-    One client for all would look at each of its connections whenever a request begins, and at hundreds of them that
-    takes longer than an answer. Proxies of the environment are not asked for this machine itself.
+    A single client scans all its connections on every request; with hundreds of them that takes longer than an answer.
+    Proxies from the environment are not used for localhost.
     """
 
     def __init__(self, root: str, api_key: str | None = None, *, seconds: float = 60.0) -> None:
@@ -65,33 +66,28 @@ class Connections:
             "timeout": httpx.Timeout(None, connect=seconds),
             "limits": httpx.Limits(max_connections=1, keepalive_expiry=KEEP_SECONDS),
             "trust_env": not is_this_machine(root),
-            # Reading the certificates takes long, so all share them; without https they are not read at all.
+            # Loading certificates is slow: share one context, and load none without https.
             "verify": httpx.create_ssl_context() if is_secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         }
-        self._all: list[httpx.AsyncClient] = []
         self._idle: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for client in self._all:
+        for client in self._idle:
             await client.aclose()
 
     def prepare(self, count: int) -> None:
-        """Make so many now, because making one takes time from those that are being measured."""
+        """Create `count` clients now rather than during the measurement."""
         while len(self._idle) < count:
-            self._idle.append(self._new())
-
-    def _new(self) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(**self._options)
-        self._all.append(client)
-        return client
+            self._idle.append(httpx.AsyncClient(**self._options))
 
     @contextlib.contextmanager
     def one(self) -> Iterator[httpx.AsyncClient]:
-        """A client that nobody else uses meanwhile."""
-        client = self._idle.pop() if self._idle else self._new()
+        """Borrow a client."""
+        self.prepare(1)
+        client = self._idle.pop()
         try:
             yield client
         finally:
@@ -113,7 +109,7 @@ def is_this_machine(root: str) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """What every request of a run has in common."""
+    """Settings shared by all requests of a run."""
 
     model: str
     is_chat: bool
@@ -122,16 +118,12 @@ class Question:
     ignore_eos: bool
     seed: int
     seconds: float
-    """after which a request counts as failed"""
+    """timeout of a request"""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """fields that are added to every body"""
-
-    @property
-    def path(self) -> str:
-        return CHAT if self.is_chat else COMPLETIONS
+    """extra fields of every body"""
 
     def body(self, prompt: Prompt, index: int) -> dict[str, Any]:
-        """As a completion, the texts of a prompt's messages stand below each other, without roles."""
+        """For /v1/completions the messages are joined by blank lines, without roles."""
         body: dict[str, Any] = {"model": self.model}
         if self.is_chat:
             body["messages"] = list(prompt.messages)
@@ -148,22 +140,22 @@ class Question:
 
 @dataclass
 class Outcome:
-    """One request and what came of it. Moments are those of time.perf_counter, in seconds."""
+    """One request and its result. Times are from time.perf_counter."""
 
     index: int
     due: float
-    """when it should have been sent; later where all places were taken"""
+    """when it should have been sent; `sent` is later if the concurrency limit was reached"""
     sent: float = 0.0
     ended: float = 0.0
     times: list[float] = field(default_factory=list)
-    """when pieces of the answer arrived"""
+    """arrival times of chunks with output"""
     pieces: list[str] = field(default_factory=list)
     num_input: int = 0
     num_output: int = 0
     has_usage: bool = False
     error: str | None = None
-    """why it failed; None where it did not"""
-    _is_whole: bool = False
+    """why it failed; None if it did not"""
+    is_whole: bool = False
 
     @property
     def ttft(self) -> float | None:
@@ -171,25 +163,25 @@ class Outcome:
 
     @property
     def latency(self) -> float:
-        """To the last piece of the answer."""
+        """Until the last chunk (E2E latency)."""
         return (self.times[-1] if self.times else self.ended) - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first one; None for answers without a second one."""
+        """Time per output token, excluding the first; None for answers of one token."""
         if not self.times or self.num_output < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.num_output - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Between pieces, which with speculation hold several tokens each."""
+        """Times between chunks. With speculation a chunk holds several tokens."""
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
     def read(self, data: bytes, now: float) -> None:
-        """Take one event of the stream into account."""
+        """Process one event of the stream."""
         if data == b"[DONE]":
-            self._is_whole = True
+            self.is_whole = True
             return
         chunk = json.loads(data)
         if chunk.get("error"):
@@ -203,52 +195,45 @@ class Outcome:
             piece = choice.get("delta") or choice
             shown = next((piece[key] for key in SHOWN if piece.get(key)), None)
             if choice.get("finish_reason"):
-                self._is_whole = True
-            # An answer may end without anything to show; its end is then when it came.
+                self.is_whole = True
+            # An answer without output: its end counts as its arrival.
             if shown or (choice.get("finish_reason") and not self.times):
                 self.times.append(now)
                 self.pieces.append(shown if isinstance(shown, str) else "")
 
-    def settle(self) -> None:
-        """Call it when the stream has ended: what is missing makes it a failure, or is counted by its pieces."""
-        if self.error is None and not self._is_whole:
-            self.error = "the stream ended before its answer did"
-        if not self.has_usage:
-            self.num_output = len(self.times)
-
 
 async def ask(connections: Connections, question: Question, prompt: Prompt, outcome: Outcome) -> None:
-    """Send one request and follow its stream to the end. Whatever goes wrong is written down, not raised."""
+    """Send one request and read its stream to the end. Errors go into `outcome`, not up."""
     body = json.dumps(question.body(prompt, outcome.index)).encode()
-    headers = {"Content-Type": "application/json"}
+    path, headers = CHAT if question.is_chat else COMPLETIONS, {"Content-Type": "application/json"}
     try:
         with connections.one() as client:
             outcome.sent = time.perf_counter()
             async with asyncio.timeout(question.seconds):
-                async with client.stream("POST", question.path, content=body, headers=headers) as response:
+                async with client.stream("POST", path, content=body, headers=headers) as response:
                     if response.status_code != 200:
                         outcome.error = reason_of(_parsed(await response.aread()), f"HTTP {response.status_code}")
                         return
-                    await _follow(response, outcome)
-        outcome.settle()
+                    splitter = EventSplitter()
+                    async for block in response.aiter_raw():
+                        now = time.perf_counter()
+                        for event in splitter.feed(block):
+                            if (data := data_of(event)) is not None:
+                                outcome.read(data, now)
+                    if (data := data_of(splitter.rest)) is not None:
+                        outcome.read(data, time.perf_counter())
+        if outcome.error is None and not outcome.is_whole:
+            outcome.error = "the stream ended early"
+        if not outcome.has_usage:
+            outcome.num_output = len(outcome.times)
     except TimeoutError:
-        outcome.error = f"not finished after {question.seconds:g} s"
+        outcome.error = f"timeout after {question.seconds:g} s"
     except httpx.HTTPError as error:
         outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")[:MAX_REASON]
     except (ValueError, AttributeError, TypeError, KeyError) as error:
-        outcome.error = f"an answer that is not OpenAI's: {type(error).__name__}: {error}"[:MAX_REASON]
+        outcome.error = f"not an OpenAI-compatible response: {type(error).__name__}: {error}"[:MAX_REASON]
     finally:
         outcome.ended = time.perf_counter()
-
-
-async def _follow(response: httpx.Response, outcome: Outcome) -> None:
-    rest = b""
-    async for block in response.aiter_raw():
-        now = time.perf_counter()
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                outcome.read(line[5:].strip(), now)
 
 
 def _parsed(data: bytes) -> Any:
@@ -260,14 +245,14 @@ def _parsed(data: bytes) -> Any:
 
 
 def reason_of(error: Any, where: str) -> str:
-    """One line about an error object, the same for errors that are the same."""
+    """One line for an error object; equal errors give equal lines."""
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error.get("code") or error
     return f"{where}: {' '.join(str(error).split())}"[:MAX_REASON].rstrip(": ")
 
 
 async def model_of(connections: Connections, root: str, *, ready_seconds: float = 0.0) -> str:
-    """The first model the server names. Waits so long for a server that does not answer yet."""
+    """The first model the server lists. Waits up to `ready_seconds` for a server that is still loading."""
     deadline = time.monotonic() + ready_seconds
     while True:
         reason, is_early = "", True
@@ -280,17 +265,17 @@ async def model_of(connections: Connections, root: str, *, ready_seconds: float 
         except (httpx.TransportError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"{root}/v1/models does not answer as OpenAI's does: {error}") from error
+            raise ServerError(f"{root}/v1/models is not OpenAI-compatible: {error}") from error
         if not is_early or time.monotonic() >= deadline:
-            hint = "is it running there, and ready? --ready-seconds waits for one that still loads"
+            hint = "is it running and ready? --ready-seconds waits for a server that is still loading"
             if "HTTP 40" in reason:
-                hint = "give its API key with --api-key-file, or in the variable that --api-key-variable names"
-            raise ServerError(f"the server at {root} does not say which models it has: {reason}", hint=hint)
+                hint = "pass its API key with --api-key-file, or set PEAGLE_API_KEY"
+            raise ServerError(f"the server at {root} does not list its models: {reason}", hint=hint)
         await asyncio.sleep(RETRY_SECONDS)
 
 
 async def scrape(connections: Connections) -> Scrape:
-    """What /metrics says now; nothing where there is no such thing."""
+    """Scrape /metrics; empty if the server has none."""
     try:
         response = await _get(connections, "/metrics")
     except (httpx.HTTPError, TimeoutError):

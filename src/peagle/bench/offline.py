@@ -1,131 +1,60 @@
-"""The offline benchmark: a sweep of method x number of draft tokens x concurrency in one process.
+"""The offline benchmark: sweep method x number of draft tokens x concurrency in one process.
 
-Each cell is a closed loop: `concurrency` requests are in flight, and the next prompt starts when one ends. Before it
-is timed, the same number of short requests warm the engine up and give the time of an undisturbed step.
+Each cell is a closed loop: `concurrency` requests are in flight, and when one finishes the next prompt starts. Before
+the timed run, the same number of short requests warm up the engine and time its steady-state step.
 """
 
+import logging
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import PLAIN, Answer, Cell, CellResult, StepSplit
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import PeagleError
 from peagle.sampling_params import SamplingParams
+from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, find
 
 if TYPE_CHECKING:
     import torch
 
     from peagle.drafter.model import Drafter
+    from peagle.engine.engine import Engine
+    from peagle.engine.llm import LLM
+    from peagle.engine.outputs import RequestOutput
     from peagle.targets.hf import HFTarget
 
+log = logging.getLogger(__name__)
+
 WARMUP_TOKENS = 64
-"""Answer length of a warm-up request: some thirty steps at usual acceptance, enough for a median."""
+"""Tokens per warm-up request: about thirty steps at typical acceptance, enough for a median."""
 SETTLING_STEPS = 2
-"""Steps without prefill after which a step counts as undisturbed: the host is a step behind the device."""
+"""Steps without prefill before a step counts as steady: the host runs one step behind the device."""
 
 Clock = Callable[[], float]
-
-
-class Completion(Protocol):
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class Metrics(Protocol):
-    """Times are those of `time.perf_counter`."""
-
-    @property
-    def arrived(self) -> float: ...
-    @property
-    def first_token_at(self) -> float | None: ...
-    @property
-    def finished_at(self) -> float | None: ...
-    @property
-    def acceptance(self) -> Acceptance: ...
-    @property
-    def num_cached_tokens(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-
-
-class Output(Protocol):
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def outputs(self) -> Sequence[Completion]: ...
-    @property
-    def metrics(self) -> Metrics: ...
-
-
-class Stats(Protocol):
-    @property
-    def num_prefill_tokens(self) -> int: ...
-    @property
-    def num_output_tokens(self) -> int: ...
-    @property
-    def device_seconds(self) -> float: ...
-
-
-class Times(Protocol):
-    """Seconds on the device."""
-
-    @property
-    def step(self) -> float: ...
-    @property
-    def verify(self) -> float | None: ...
-    @property
-    def draft(self) -> float | None: ...
-
-
-class Engine(Protocol):
-    """Requests in, finished requests out."""
-
-    def add(self, prompt_ids: list[int], params: SamplingParams) -> str:
-        """Queue a request and return its id."""
-
-    def step(self) -> Sequence[Output]:
-        """Run one step; return the requests that it finished."""
-
-    def stats(self) -> Stats:
-        """Counts since the engine was made."""
-
-
-class OfflineLLM(Protocol):
-    """What a sweep needs of `peagle.LLM`."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    def step_times(self, batch: int) -> Times | None:
-        """The captured step's own time at a batch size; None where nothing is captured."""
-
-    def close(self) -> None:
-        """Give back the memory of caches and graphs."""
-
-
-MakeLLM = Callable[[str, int], OfflineLLM]
+MakeLLM = Callable[[str, int], "LLM"]
 
 
 @dataclass
 class Loop:
-    """What happened in a closed loop. `walls` are seconds from one step's end to the next one's."""
+    """What happened in a closed loop."""
 
-    outputs: list[tuple[int, Output]] = field(default_factory=list)
+    outputs: "list[tuple[int, RequestOutput]]" = field(default_factory=list)
     """with the index of the prompt, in the order they finished"""
     seconds: float = 0.0
     steady_tokens_per_second: float | None = None
     walls: list[float] = field(default_factory=list)
-    """of undisturbed steps, where they were asked for"""
+    """seconds per steady step, from the end of one step to the end of the next; only with `time_steps`"""
     device: list[float] = field(default_factory=list)
-    """seconds the device was busy in those steps; zeros where that is not known"""
+    """seconds the device was busy in those steps; zeros if unknown"""
 
 
 def closed_loop(
-    engine: Engine,
+    engine: "Engine",
     prompts: Sequence[Sequence[int]],
     order: Sequence[int],
     params: SamplingParams,
@@ -134,9 +63,9 @@ def closed_loop(
     time_steps: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Loop:
-    """Answer `prompts[i]` for each i of `order`, with `concurrency` requests in flight while there are enough.
+    """Answer `prompts[i]` for each i in `order`, with up to `concurrency` requests in flight.
 
-    `time_steps` also asks the engine for its counts at every step, which costs the host time; it belongs in a warm-up.
+    `time_steps` reads the engine's counters at every step. That costs host time, so use it only in a warm-up.
     """
     loop, waiting, prompt_of = Loop(), deque(order), dict[str, int]()
     tokens_before, calm, prefilled, busy = engine.stats().num_output_tokens, 0, -1, 0.0
@@ -165,29 +94,28 @@ def closed_loop(
 
 
 def warm_up(
-    llm: OfflineLLM, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int, clock: Clock
+    llm: "LLM", prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int, clock: Clock
 ) -> StepSplit | None:
-    """Run short requests at a concurrency, and say where the time of an undisturbed step goes.
+    """Run short requests and split the time of a steady step; None if no step was steady.
 
-    The prompts are read backwards: as long as the real ones, but sharing no beginning with them, so that nothing the
-    timed requests need is cached. None where no step was undisturbed.
+    The prompts are reversed: as long as the real ones, but without a common prefix, so nothing useful gets cached.
     """
     short = replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS), ignore_eos=True)
-    backwards = [prompt[::-1] for prompt in prompts]
+    reversed_prompts = [prompt[::-1] for prompt in prompts]
     order = [index % len(prompts) for index in range(concurrency)]
-    loop = closed_loop(llm.engine, backwards, order, short, concurrency, time_steps=True, clock=clock)
+    loop = closed_loop(llm.engine, reversed_prompts, order, short, concurrency, time_steps=True, clock=clock)
     if not loop.walls:
         return None
     wall, device, times = statistics.mean(loop.walls), statistics.mean(loop.device), llm.step_times(concurrency)
     if times is None or not device:
         return StepSplit(wall)
-    # The texts of the measured steps have other lengths than those the halves are timed at; their shares are taken.
-    verify = device * times.verify / times.step if times.verify is not None else None
-    return StepSplit(wall, device, verify, None if verify is None else device - verify)
+    # `times` was measured at other sequence lengths, so only the ratio of verify to step is used.
+    verify = device * times.verify / times.step
+    return StepSplit(wall, device, verify, device - verify)
 
 
 def run_cell(
-    llm: OfflineLLM,
+    llm: "LLM",
     cell: Cell,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -196,7 +124,7 @@ def run_cell(
     device: "torch.device | None" = None,
     clock: Clock = time.perf_counter,
 ) -> CellResult:
-    """Warm up, then answer `num_requests` requests, the prompts in turn from the first."""
+    """Warm up, then run `num_requests` requests, cycling through the prompts."""
     step = warm_up(llm, prompts, params, cell.concurrency, clock)
     reset_peak_memory(device)
     order = [index % len(prompts) for index in range(num_requests)]
@@ -219,35 +147,54 @@ def run_cell(
     )
 
 
-def answer_of(prompt: int, output: Output) -> Answer:
-    """The answer with its two latencies, by the usual definitions: time per token leaves the first token out."""
+def answer_of(prompt: int, output: "RequestOutput") -> Answer:
+    """The answer with TTFT and TPOT; TPOT excludes the first token."""
     metrics, token_ids = output.metrics, tuple(output.outputs[0].token_ids)
-    ttft = per_token = None
-    if metrics.first_token_at is not None:
-        ttft = metrics.first_token_at - metrics.arrived
-        if metrics.finished_at is not None and len(token_ids) > 1:
-            per_token = (metrics.finished_at - metrics.first_token_at) / (len(token_ids) - 1)
-    return Answer(prompt, token_ids, ttft, per_token)
+    first, end, per_token = metrics.first_token_at, metrics.finished_at, None
+    if first is not None and end is not None and len(token_ids) > 1:
+        per_token = (end - first) / (len(token_ids) - 1)
+    return Answer(prompt, token_ids, None if first is None else first - metrics.arrived, per_token)
 
 
 def default_num_requests(concurrency: int, num_prompts: int) -> int:
-    """Every prompt once, and each of several places in the batch taken at least eight times.
-
-    The last requests run in a batch that empties; with fewer of them it would weigh too much.
-    """
+    """Every prompt once, and at least eight requests per batch slot, so that the emptying batch weighs little."""
     return num_prompts if concurrency == 1 else max(8 * concurrency, num_prompts)
 
 
 def cells_of(
     methods: Sequence[str], num_draft_tokens: Mapping[str, Sequence[int]], concurrency: Sequence[int]
 ) -> list[Cell]:
-    """All cells, in the order they are run: those that share an engine follow each other."""
+    """All cells in the order to run them: cells that share an engine are adjacent."""
     return [
         Cell(method, depth, places)
         for method in methods
         for depth in ((0,) if method == PLAIN else num_draft_tokens[method])
         for places in sorted(concurrency)
     ]
+
+
+def depths_of(drafter: "Drafter", wanted: Sequence[int] | None) -> Sequence[int]:
+    """The numbers of draft tokens to measure: those in `wanted` that the drafter was trained for, at least one."""
+    config = drafter.config
+    if wanted is None:
+        return (config.usual_num_draft_tokens,)
+    drafter.check_num_draft_tokens(min(wanted))
+    depths = config.depths_within(wanted)
+    if too_deep := [str(depth) for depth in wanted if depth not in depths]:
+        skipped = ", ".join(too_deep)
+        log.info("skipping %s at %s draft tokens: trained for %d", config.method, skipped, config.num_draft_tokens)
+    return depths
+
+
+def shipped_eagle3_drafter(target: str | None) -> str | None:
+    """The EAGLE-3 drafter that ships for a target, if any."""
+    entry = find(target or DEFAULT_TARGET)
+    for drafter in entry.drafters if entry is not None else ():
+        if drafter.method == "eagle3" and drafter.source is not None:
+            is_packaged = drafter.where == "package"
+            if not is_packaged or (ASSETS / drafter.source).is_dir():
+                return str(ASSETS / drafter.source) if is_packaged else drafter.source
+    return None
 
 
 def sweep(
@@ -262,78 +209,71 @@ def sweep(
     on_cell: Callable[[CellResult], None] = lambda _: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Run all cells, one engine for each run of cells that differ in concurrency alone.
+    """Run all cells. Cells that differ only in concurrency share an engine.
 
-    `num_requests` gives the requests of a cell by its concurrency. Results are appended as they come, so that an
-    interrupted sweep leaves what was finished. A cell that does not fit the device is recorded with the reason, and
-    the others go on.
+    `num_requests` maps concurrency to requests. Results are appended as they come, so an interrupted sweep keeps what
+    is done. A cell that does not fit on the device is recorded with the reason, and the sweep continues.
     """
-    llm, made_for = None, None
-    try:
-        for cell in cells:
-            wanted = (cell.method, cell.num_draft_tokens)
-            try:
-                if made_for != wanted:
-                    if llm is not None:
-                        llm.close()
-                    llm, made_for = None, None  # if the next one cannot be made, the old one must not be used
-                    llm, made_for = make_llm(*wanted), wanted
-                assert llm is not None
-                num = num_requests(cell.concurrency)
-                result = run_cell(llm, cell, prompts, params, num, device=device, clock=clock)
-            except Exception as error:
-                if not is_capacity(error):
-                    raise
-                result = CellResult(cell, failure=reason_of(error))
-                if llm is not None:
-                    llm.close()
-                llm, made_for = None, None  # what an engine holds after running out of memory is not known
-            results.append(result)
-            on_cell(result)
-    finally:
-        if llm is not None:
-            llm.close()
-
-
-def is_capacity(error: Exception) -> bool:
-    """Whether the machine was too small, which says nothing about the other cells."""
     import torch
 
-    return isinstance(error, PeagleError | MemoryError | torch.OutOfMemoryError)
+    for wanted, group in groupby(cells, key=lambda cell: (cell.method, cell.num_draft_tokens)):
+        llm = None
+        try:
+            for cell in group:
+                try:
+                    llm = llm or make_llm(*wanted)
+                    num = num_requests(cell.concurrency)
+                    result = run_cell(llm, cell, prompts, params, num, device=device, clock=clock)
+                except (PeagleError, MemoryError, torch.OutOfMemoryError) as error:
+                    result = CellResult(cell, failure=reason_of(error))
+                    if llm is not None:
+                        llm.close()
+                    llm = None  # after running out of memory an engine's state is unknown
+                results.append(result)
+                on_cell(result)
+        finally:
+            if llm is not None:
+                llm.close()
 
 
 def reason_of(error: BaseException) -> str:
     """One line for a table."""
-    text = error.message if isinstance(error, PeagleError) else str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    name = type(error).__name__
-    return first if isinstance(error, PeagleError) else f"{name}: {first}" if first else name
+    if isinstance(error, PeagleError):
+        return error.message.strip().splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 def llm_factory(
-    target: "HFTarget", drafters: Mapping[str, "Drafter"], *, max_batch: int, max_length: int, **options: Any
+    target: "HFTarget",
+    drafters: Mapping[str, "Drafter"],
+    prompts: Sequence[Sequence[int]],
+    *,
+    concurrency: Sequence[int],
+    max_tokens: int,
+    **options: Any,
 ) -> MakeLLM:
-    """Engines over one loaded target and its drafters, by method; `options` are the engine's own.
+    """Engines over one loaded target and its drafters, by method.
 
-    Prompts come round again within a cell and in the next one, so an engine that reuses prefixes would be measured
-    without its prefill: turn that off. `CellResult.num_cached_tokens` shows whether it was.
+    They are just large enough for the workload, so that the reported memory is what it needs. Prefix caching is off:
+    prompts repeat, and prefill must be measured.
     """
+    longest = max(map(len, prompts)) + max_tokens
 
-    def make(method: str, num_draft_tokens: int) -> OfflineLLM:
+    def make(method: str, num_draft_tokens: int) -> "LLM":
         from peagle.engine.llm import LLM
 
         drafter = drafters.get(method)
         if drafter is not None:
             target.tap(drafter.config.aux_layer_ids)
-        llm: OfflineLLM = LLM(
+        return LLM(
             target,
             drafter=drafter,
             num_draft_tokens=num_draft_tokens if drafter is not None else None,
-            max_batch=max_batch,
-            max_length=max_length,
+            max_batch=max(concurrency),
+            max_length=min(longest, target.max_length),
+            reuse_prefixes=False,
             **options,
         )
-        return llm
 
     return make
 
@@ -346,7 +286,7 @@ def reset_peak_memory(device: "torch.device | None") -> None:
 
 
 def peak_memory(device: "torch.device | None") -> int | None:
-    """Bytes: on a GPU the most that was allocated since the reset, elsewhere the most the process ever held."""
+    """Bytes: on a GPU the peak allocation since the reset, else the peak of the process."""
     if device is None:
         return None
     if device.type == "cuda":

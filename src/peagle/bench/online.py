@@ -1,45 +1,45 @@
-"""Load a server as its users would, at several concurrencies or request rates, and measure what they see.
+"""Load-test a server at several concurrencies or request rates and measure what clients see.
 
-Fields and definitions are those of `vllm bench serve`. Time per output token is the figure to compare: the gap between
-pieces of a stream (ITL) grows with speculation, because a piece then holds several tokens.
+Fields and definitions are those of `vllm bench serve`. Compare servers by TPOT: ITL is the time between chunks, and
+with speculation a chunk holds several tokens.
 """
 
 import asyncio
 import math
 import random
+import signal
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from peagle.bench.cells import percentile
-from peagle.bench.client import Connections, Outcome, Question, ask, scrape
-from peagle.bench.scrape import Scrape, Speculation, gained
-from peagle.bench.workloads import Prompt
-from peagle.errors import ConfigError, ServerError, nearest
+from peagle.bench.client import Connections, Outcome, Question, ask, model_of, scrape
+from peagle.bench.scrape import Scrape, Speculation, prefix_cache_hit_rate
+from peagle.data.prompts import Prompt
+from peagle.errors import ConfigError, ServerError, Terminated, nearest
 
 PERCENTILES = (90, 95, 99)
+NUM_WARMUPS = 2
 GOALS = ("ttft", "tpot", "e2el")
 BUSY_CLIENT = 0.8
-"""Share of one core above which the client itself may be what is measured."""
-MOST_PREPARED = 1024
-"""Connections that are made ready for a load without a limit."""
-
-OnDone = Callable[[Outcome], None]
-OnResult = Callable[["Result"], None]
+"""Share of one core above which the client may be the bottleneck."""
+MAX_PREPARED = 1024
+"""Connections to open ahead if concurrency is unlimited."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come: so many at a time, so many a second, or both."""
+    """Concurrency limit and request rate."""
 
     concurrency: int | None = None
-    """most requests in flight; None for no limit"""
+    """None: unlimited"""
     request_rate: float = math.inf
-    """requests a second on average; infinite: as soon as there is a place"""
+    """average requests per second; infinite: send as soon as the concurrency limit allows"""
 
     @property
     def label(self) -> str:
@@ -47,25 +47,20 @@ class Load:
         return places if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, {places}"
 
 
-def arrivals(rate: float, num_requests: int, *, seed: int = 0, burstiness: float = 1.0) -> list[float]:
-    """Seconds after the start at which requests are due: a Poisson process, or, by gamma gaps, a burstier one.
+def arrivals(rate: float, num_requests: int, *, seed: int = 0) -> list[float]:
+    """Seconds after the start at which requests are due: a Poisson process.
 
-    A burstiness below 1 bunches requests, one above 1 spaces them out. The gaps are scaled so that the last request is
-    due at `num_requests / rate`: the rate offered is the rate asked for, however few requests there are.
+    Scaled so that the last request is due at `num_requests / rate`, so that even few requests have the given rate.
     """
     if math.isinf(rate):
         return [0.0] * num_requests
     draws = random.Random(seed)
-    moments, now = [], 0.0
-    for _ in range(num_requests):
-        now += draws.gammavariate(burstiness, 1.0)
-        moments.append(now)
-    scale = num_requests / rate / now if now else 0.0
-    return [moment * scale for moment in moments]
+    moments = list(accumulate(draws.expovariate(1.0) for _ in range(num_requests)))
+    return [moment / moments[-1] * num_requests / rate for moment in moments]
 
 
 def read_goals(text: str) -> dict[str, float]:
-    """Service levels in milliseconds.
+    """Parse latency goals in milliseconds.
 
     >>> read_goals("ttft:200,tpot:20")
     {'ttft': 200.0, 'tpot': 20.0}
@@ -74,21 +69,21 @@ def read_goals(text: str) -> dict[str, float]:
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, _, limit = word.partition(":")
         if name not in GOALS:
-            raise ConfigError(f"--goodput {text}: no figure {name!r}", hint=nearest(name, GOALS))
+            raise ConfigError(f"--goodput {text}: no metric {name!r}", hint=nearest(name, GOALS))
         try:
             goals[name] = float(limit)
         except ValueError:
-            raise ConfigError(f"--goodput {text}: {limit!r} is no number of milliseconds") from None
+            goals[name] = math.nan
         if not 0 < goals[name] < math.inf:
-            raise ConfigError(f"--goodput {text}: {name} must be above 0 milliseconds")
+            raise ConfigError(f"--goodput {text}: {name} needs a number of milliseconds above 0, got {limit!r}")
     if not goals:
-        raise ConfigError("--goodput names nothing", hint="for example --goodput ttft:200,tpot:20")
+        raise ConfigError("--goodput is empty", hint="for example --goodput ttft:200,tpot:20")
     return goals
 
 
 @dataclass
 class Result:
-    """One load and the requests that ended under it."""
+    """One load and the requests that finished under it."""
 
     load: Load
     num_requests: int
@@ -97,7 +92,7 @@ class Result:
     before: Scrape = field(default_factory=Scrape)
     after: Scrape = field(default_factory=Scrape)
     client_busy: float = 0.0
-    """share of one core that the client itself used"""
+    """share of one core that this client used"""
     is_interrupted: bool = False
 
     @property
@@ -106,16 +101,11 @@ class Result:
 
     @property
     def speculation(self) -> Speculation | None:
-        """None also where the first scrape failed: what the server counted before is not told from this load's."""
+        """None also if the first scrape failed: earlier counts would be included."""
         return Speculation.between(self.before, self.after) if self.before else None
 
-    @property
-    def failures(self) -> dict[str, int]:
-        """Reasons, the most frequent first."""
-        return dict(Counter(outcome.error for outcome in self.outcomes if outcome.error is not None).most_common())
-
     def num_good(self, goals: Mapping[str, float]) -> int:
-        """Answers that meet every goal; one without a second token meets any goal about those."""
+        """Answers that meet every goal; an answer of one token meets any TPOT goal."""
 
         def meets(outcome: Outcome) -> bool:
             seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
@@ -123,14 +113,8 @@ class Result:
 
         return sum(map(meets, self.answered))
 
-    def report(
-        self,
-        *,
-        percentiles: Sequence[int] = PERCENTILES,
-        goals: Mapping[str, float] | None = None,
-        is_detailed: bool = False,
-    ) -> dict[str, Any]:
-        """The fields of `vllm bench serve`; None where there is nothing to measure. Then our own."""
+    def report(self, *, goals: Mapping[str, float] | None = None, is_detailed: bool = False) -> dict[str, Any]:
+        """The fields of `vllm bench serve` (None if there is nothing to measure), then peagle's own."""
         answered, seconds = self.answered, self.duration or math.inf
         num_input = sum(outcome.num_input for outcome in answered)
         num_output = sum(outcome.num_output for outcome in answered)
@@ -158,15 +142,15 @@ class Result:
             "e2el": [outcome.latency for outcome in answered],
         }
         for name, values in spreads.items():
-            document |= spread([value for value in values if value is not None], name, percentiles)
+            document |= spread([value for value in values if value is not None], name)
         if (speculation := self.speculation) is not None:
             document |= speculation.report()
         document |= {
             "is_interrupted": self.is_interrupted,
             "num_unfinished": self.num_requests - len(self.outcomes),
-            "failures": self.failures,
+            "failures": dict(Counter(outcome.error for outcome in self.outcomes if outcome.error).most_common()),
             "output_tokens_from_usage": all(outcome.has_usage for outcome in answered),
-            "prefix_cache_hit_rate": _hit_rate(self.before, self.after),
+            "prefix_cache_hit_rate": prefix_cache_hit_rate(self.before, self.after) if self.before else None,
             "client_busy": round(self.client_busy, 3),
         }
         return document | (self._details() if is_detailed else {})
@@ -187,53 +171,38 @@ class Result:
         }
 
 
-def spread(seconds: Sequence[float], name: str, percentiles: Sequence[int]) -> dict[str, float | None]:
-    """Mean, median, deviation and percentiles in milliseconds, all None where there are no values."""
-    figures: dict[str, float | None] = dict.fromkeys(("mean", "median", "std", *(f"p{each}" for each in percentiles)))
-    if seconds:
-        figures["mean"], figures["median"] = statistics.fmean(seconds), percentile(seconds, 50)
-        figures["std"] = statistics.pstdev(seconds)
-        figures |= {f"p{each}": percentile(seconds, each) for each in percentiles}
-    return {f"{key}_{name}_ms": None if value is None else round(1e3 * value, 4) for key, value in figures.items()}
+def spread(seconds: Sequence[float], name: str) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles in milliseconds; None without values."""
+    of: dict[str, Callable[[Sequence[float]], float]]
+    of = {"mean": statistics.fmean, "median": statistics.median, "std": statistics.pstdev}
+    of |= {f"p{percent}": partial(percentile, percent=percent) for percent in PERCENTILES}
+    return {f"{key}_{name}_ms": round(1e3 * figure(seconds), 4) if seconds else None for key, figure in of.items()}
 
 
 def peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Most tokens in one second of the run; the tokens of an answer are spread evenly over its pieces."""
+    """Most tokens in any second of the run; an answer's tokens are spread evenly over its chunks."""
     start = min((outcome.sent for outcome in outcomes), default=0.0)
-    buckets: dict[int, float] = {}
+    buckets: dict[int, float] = defaultdict(float)
     for outcome in outcomes:
         for moment in outcome.times:
-            second = int(moment - start)
-            buckets[second] = buckets.get(second, 0.0) + outcome.num_output / len(outcome.times)
+            buckets[int(moment - start)] += outcome.num_output / len(outcome.times)
     return round(max(buckets.values(), default=0.0), 4)
 
 
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Most requests that were in flight at the same moment."""
+    """Most requests in flight at once."""
     moments = [(outcome.sent, 1) for outcome in outcomes] + [(outcome.ended, -1) for outcome in outcomes]
-    most = now = 0
-    for _, change in sorted(moments):
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate(change for _, change in sorted(moments)), default=0)
 
 
-def _hit_rate(before: Scrape, after: Scrape) -> float | None:
-    if not before:
-        return None
-    queries = gained(before, after, "vllm:prefix_cache_queries_total")
-    hits = gained(before, after, "vllm:prefix_cache_hits_total")
-    return round(hits / queries, 4) if queries and hits is not None else None
-
-
-async def warm_up(connections: Connections, question: Question, prompt: Prompt, num_requests: int) -> None:
-    """Ask a few times without measuring; a server that answers none of these is not measured at all."""
-    outcomes = [Outcome(index, time.perf_counter()) for index in range(num_requests)]
+async def warm_up(connections: Connections, question: Question, prompt: Prompt) -> None:
+    """Send a few unmeasured requests; stop if all of them fail."""
+    outcomes = [Outcome(index, time.perf_counter()) for index in range(NUM_WARMUPS)]
     await asyncio.gather(*(ask(connections, question, prompt, outcome) for outcome in outcomes))
-    if outcomes and all(outcome.error is not None for outcome in outcomes):
+    if all(outcome.error is not None for outcome in outcomes):
         raise ServerError(
-            f"the server failed all of {num_requests} warm-up requests: {outcomes[0].error}",
-            hint="--num-warmups 0 measures it nevertheless",
+            f"all {NUM_WARMUPS} warm-up requests failed: {outcomes[0].error}",
+            hint="fix the request or the server first",
         )
 
 
@@ -244,10 +213,9 @@ async def apply(
     result: Result,
     *,
     seed: int = 0,
-    burstiness: float = 1.0,
-    on_done: OnDone | None = None,
+    on_done: Callable[[Outcome], None] = lambda _: None,
 ) -> None:
-    """Send the requests of one load and write into `result` what came of them, also when it is cancelled."""
+    """Send the requests of one load and record them in `result`, even if cancelled."""
     load = result.load
     places = None if load.concurrency is None else asyncio.Semaphore(load.concurrency)
 
@@ -259,12 +227,11 @@ async def apply(
             if places is not None:
                 places.release()
         result.outcomes.append(outcome)
-        if on_done is not None:
-            on_done(outcome)
+        on_done(outcome)
 
-    connections.prepare(min(result.num_requests, load.concurrency or MOST_PREPARED))
+    connections.prepare(min(result.num_requests, load.concurrency or MAX_PREPARED))
     result.before = await scrape(connections)
-    due_after = arrivals(load.request_rate, result.num_requests, seed=seed, burstiness=burstiness)
+    due_after = arrivals(load.request_rate, result.num_requests, seed=seed)
     start, busy = time.perf_counter(), time.process_time()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -290,12 +257,12 @@ async def sweep(
     planned: Sequence[Result],
     results: list[Result],
     *,
-    on_result: OnResult | None = None,
+    on_result: Callable[[Result], None] = lambda _: None,
     **options: Any,
 ) -> bool:
-    """Run the planned loads one after the other. False where it was cancelled, which it then does not pass on.
+    """Run the loads one after another. Returns False if cancelled, instead of raising.
 
-    `results` gets every load that was begun, the interrupted one too, with what had ended of it.
+    `results` gets every load that was started, including an interrupted one.
     """
     for result in planned:
         results.append(result)
@@ -303,10 +270,48 @@ async def sweep(
             await apply(connections, question, prompts, result, **options)
         except asyncio.CancelledError:
             return False
-        if on_result is not None:
-            on_result(result)
+        on_result(result)
     return True
 
 
-def now_as_vllm() -> str:
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
+def measure(
+    root: str,
+    api_key: str | None,
+    question: Question,
+    prompts: Sequence[Prompt],
+    planned: Sequence[Result],
+    results: list[Result],
+    *,
+    ready_seconds: float = 0.0,
+    **options: Any,
+) -> tuple[str, KeyboardInterrupt | None]:
+    """Warm up and sweep; returns the model's name, and the Ctrl-C or SIGTERM that ended it early.
+
+    If `question` names no model, uses the first one that the server lists.
+    """
+    interrupt, model = KeyboardInterrupt(), question.model
+
+    async def run() -> bool:
+        nonlocal model
+        own = asyncio.current_task()
+        assert own is not None
+
+        def on_sigterm() -> None:
+            nonlocal interrupt
+            interrupt = Terminated()
+            own.cancel()  # what asyncio does on Ctrl-C; an exception would hit whichever task happens to run
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+        async with Connections(root, api_key, seconds=question.seconds) as connections:
+            if not model or ready_seconds:
+                found = await model_of(connections, root, ready_seconds=ready_seconds)
+                model = model or found
+            asked = replace(question, model=model)
+            await warm_up(connections, asked, prompts[0])
+            return await sweep(connections, asked, prompts, planned, results, **options)
+
+    try:
+        is_complete = asyncio.run(run())  # sets `model`
+        return model, None if is_complete else interrupt
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return model, interrupt

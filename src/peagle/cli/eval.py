@@ -1,19 +1,18 @@
-"""Decode a prompt file for real and report acceptance, speed and whether the answers equal plain decoding's.
+"""Measure a drafter's acceptance: decode prompts with the engine and count the draft tokens that are accepted.
 
-Prompt files are recognized by their keys: MT-Bench and Spec-Bench (turns), HumanEval, GSM8K (question), OpenAI
-messages, ShareGPT conversations, plain {"prompt": ...}; JSON, JSONL or text, gzipped or not.
+Use it to judge a drafter on your prompts. `peagle bench` measures speed; `peagle lossless` proves that answers do not
+change; `peagle generate --compare` shows one prompt side by side. Prompt files are JSON, JSONL or text, gzipped or not:
+MT-Bench and Spec-Bench, HumanEval, GSM8K, OpenAI messages, ShareGPT, or {"prompt": ...}.
 """
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from peagle.bench.acceptance import Evaluation, evaluate
-from peagle.bench.workloads import read_prompts, workload_name
 from peagle.cli.arguments import (
     DrafterArguments,
     DrafterOptions,
@@ -23,62 +22,74 @@ from peagle.cli.arguments import (
     parse,
 )
 from peagle.cli.progress import progress_bar
+from peagle.errors import ConfigError
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.drafter.model import Drafter
 
 
 @dataclass(frozen=True)
 class Arguments:
-    prompts: Path
-    """prompt file"""
+    prompts: Path | None = None
+    """prompt file; default: 40 mixed prompts that ship with peagle"""
     limit: int | None = None
-    """use only the first so many prompts"""
+    """use only the first prompts of the file"""
     num_draft_tokens: int | None = None
-    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer"""
+    """draft tokens per step; default: 7, or what the drafter was trained for"""
     max_tokens: int = 256
-    """tokens to answer each prompt with, at most"""
+    """longest answer, in tokens"""
     temperature: float = 0.0
-    """0 takes the most likely token; 1 samples the target's own distribution"""
-    seed: int = 0
-    """with the position in the text it fixes every random draw"""
-    compare: bool = True
-    """also decode plainly, and compare speed and tokens"""
+    """0 decodes greedily; 1 samples the target's own distribution"""
+    record: bool = False
+    """write the result to the drafter's card, as the baseline of the server's drift alarm"""
     json: bool = False
-    """print one JSON document as the last line of stdout, instead of a table"""
+    """print one JSON document instead of a table"""
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:
+    from peagle.data.prompts import read_prompts
+
     arguments = parse(Arguments, "eval", argv)
-    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed)
-    prompts = read_prompts(arguments.prompts, limit=arguments.limit)
+    params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {arguments.limit}")
+    given = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
     arguments.drafter.check(arguments.target)
     target = arguments.target.load()
     drafter = arguments.drafter.load(target)
-    num_draft_tokens = arguments.num_draft_tokens
-    if num_draft_tokens is None:
-        num_draft_tokens = drafter.config.usual_num_draft_tokens
+
+    from peagle.checkpoint.native import drafter_directory
+    from peagle.compare.acceptance import entry, measure, mixed_prompts, record_baseline
+    from peagle.compare.answers import render_prompt
+
+    if given is None:
+        token_ids = mixed_prompts(target, arguments.max_tokens)[: arguments.limit]
+    else:
+        token_ids = [render_prompt(target, prompt) for prompt in given]
+    if not token_ids:
+        raise ConfigError("there is no prompt to decode", hint="lower --max-tokens, or give a file with --prompts")
     with progress_bar() as progress:
-        task = progress.add_task("decoding", total=len(prompts))
-
-        def on_prompt(totals: Evaluation) -> None:
-            length = totals.acceptance.acceptance_length
-            progress.update(task, completed=totals.num_prompts, description=f"acceptance length {length:.2f}")
-
-        totals = evaluate(
-            target, drafter, prompts, params, num_draft_tokens, compare=arguments.compare, on_prompt=on_prompt
+        task = progress.add_task("decoding", total=len(token_ids))
+        depth = draft_tokens(arguments, drafter)
+        found, num_tokens = measure(
+            target, drafter, token_ids, params, depth, lambda done: progress.update(task, completed=done)
         )
-    document = totals.report() | {
-        "workload": workload_name(arguments.prompts),
+    document = entry(found, name_of(arguments.prompts), len(token_ids), params) | {
+        "workload": name_of(arguments.prompts),
+        "num_tokens": num_tokens,
         "target": target.name,
         "method": drafter.config.method,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
-        "max_tokens": arguments.max_tokens,
-        "temperature": arguments.temperature,
         "provenance": provenance(accelerator(target)),
     }
+    if arguments.record:
+        measured = entry(found, name_of(arguments.prompts), len(token_ids), params)
+        record_baseline(drafter_directory(arguments.drafter.drafter, target), target, drafter, measured)
     if arguments.json:
         print(json.dumps(document))
     else:
@@ -86,23 +97,31 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def draft_tokens(arguments: Arguments, drafter: "Drafter") -> int:
+    """As given; else the usual number, or for the card the trained number, which covers every shorter draft."""
+    if arguments.num_draft_tokens is not None:
+        return arguments.num_draft_tokens
+    usual = drafter.config.usual_num_draft_tokens
+    return drafter.config.num_draft_tokens or usual if arguments.record else usual
+
+
+def name_of(prompts: Path | None) -> str:
+    from peagle.compare.acceptance import MIXED_PROMPTS
+    from peagle.data.prompts import workload_name
+
+    return MIXED_PROMPTS if prompts is None else workload_name(prompts)
+
+
 def table(document: dict[str, Any]) -> Table:
-    result = Table(title=f"{document['workload']}, {document['num_prompts']} prompts, {document['method']}")
+    result = Table(title=f"{document['prompts']}, {document['num_prompts']} prompts, {document['method']}")
     result.add_column("measure")
     result.add_column("value", justify="right")
-    per_position = " ".join(f"{share:.2f}" for share in document["per_position"])
     rows = {
         f"acceptance length (K = {document['num_draft_tokens']})": f"{document['acceptance_length']:.3f}",
-        "accepted, by position": per_position,
-        "tokens/s with drafts": f"{document['tokens_per_second']:.1f}",
+        "accepted, by position": " ".join(f"{share:.2f}" for share in document["per_position"]),
+        "answer tokens": f"{document['num_tokens']:,}",
+        "drafts verified": f"{document['num_drafts']:,}",
     }
-    if document["num_compared"]:
-        rows |= {
-            "tokens/s plain": f"{document['plain_tokens_per_second']:.1f}",
-            "speed-up": f"{document['speedup']:.2f}x",
-            "answers identical to plain": f"{document['num_identical']} of {document['num_compared']}",
-            "differing at a near tie of the target": str(document["num_divergences_at_near_ties"]),
-        }
     for name, value in rows.items():
         result.add_row(name, value)
     return result

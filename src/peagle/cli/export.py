@@ -1,7 +1,7 @@
-"""Write a drafter, whoever made it, as a directory for vLLM or for speculators, and print the command to serve it.
+"""Write a drafter of any project as a directory for vLLM or speculators, and print the command that serves it.
 
-The directory is read back and compared before the command is printed. `vllm` is vLLM's own layout, which every drafter
-has; `speculators` is the library's, which names its target and needs no further settings.
+The directory is read back and compared first. `vllm` is vLLM's own layout and takes every drafter; `speculators` is
+that library's, which names its target, so that `vllm serve DIR` needs no more options.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from peagle.cli.arguments import (
     accelerator,
     parse,
 )
-from peagle.deploy.vllm import RUNNER_VARIABLE
 from peagle.errors import ConfigError
+from peagle.vllm.command import RUNNER_VARIABLE
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -39,16 +39,16 @@ class Arguments:
     output: Path
     """directory to write, new or empty"""
     directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
-    """the same as --drafter"""
+    """the drafter; the same as --drafter"""
     to: Layout = "vllm"
-    """whose layout to write"""
+    """layout to write"""
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
     def __post_init__(self) -> None:
         if self.directory is not None and self.drafter.drafter is not None:
             raise ConfigError(
-                f"two drafters are given: {self.directory} and {self.drafter.drafter}", hint="leave one of them out"
+                f"two drafters are given: {self.directory} and {self.drafter.drafter}", hint="give one of them"
             )
 
 
@@ -62,32 +62,32 @@ def main(argv: list[str]) -> int:
         options = dataclasses.replace(options, drafter=arguments.directory)
     drafter = options.load(target)
 
-    from peagle.export import speculators, vllm
-    from peagle.export.card import card_of
+    from peagle.checkpoint import speculators, vllm
+    from peagle.checkpoint.card import card_of
     from peagle.provenance import provenance
 
     card = card_of(drafter, target, provenance(accelerator(target)))
     write = speculators.write if arguments.to == "speculators" else vllm.write
     write(drafter, target, card, output)
     print(shlex.join(serve_command(arguments.to, drafter, target, output)))
-    log.info("`peagle deploy vllm --drafter %s` prints it with flags for large batches and several GPUs", output)
+    log.info("`peagle deploy vllm --drafter %s` adds options for large batches and several GPUs", output)
     return 0
 
 
 def serve_command(layout: Layout, drafter: "Drafter", target: "HFTarget", directory: Path) -> list[str]:
-    """The words that serve an exported directory in vLLM, whose second model runner cannot draft in parallel."""
+    """The command that serves an exported directory. vLLM's V2 model runner cannot draft in parallel."""
     variables = [f"{RUNNER_VARIABLE}=0"] if drafter.config.parallel else []
     if layout == "speculators":
         return [*variables, "vllm", "serve", str(directory)]
 
-    from peagle.export.vllm import speculative_config
+    from peagle.checkpoint.vllm import speculative_config
 
     settings = json.dumps(speculative_config(drafter, directory))
     return [*variables, "vllm", "serve", str(target.directory), "--speculative-config", settings]
 
 
 def check_output(output: Path) -> None:
-    """Refuse a place where something is already, whose files would be mixed with the drafter's."""
+    """Refuse a directory with files in it."""
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file, not a directory", hint="give a new directory")
     if output.is_dir() and any(output.iterdir()):

@@ -1,23 +1,23 @@
-"""Answer one prompt with the target, drafting with P-EAGLE.
+"""Answer one prompt, streaming to stdout. On a terminal, colors show accepted, bonus and recovered tokens.
 
-The answer streams to stdout. On a terminal, tokens the drafter guessed right are told apart by color from those the
-target had to supply itself.
+--compare answers twice, plainly and with drafts, and shows both side by side. To measure acceptance over many prompts
+use `peagle eval`; to prove that answers do not change, `peagle lossless`.
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from peagle.bench.acceptance import Divergence, first_divergence
 from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.compare.divergence import Divergence, first_divergence
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 
@@ -25,12 +25,47 @@ if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.engine.engine import Engine
     from peagle.engine.llm import LLM
-    from peagle.engine.outputs import TokenLogprobs, Update
+    from peagle.engine.outputs import Update
+    from peagle.scheduling.request import TokenLogprobs
     from peagle.targets.hf import HFTarget
 
 STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta"}
 WARMUP_TOKENS = 16
-"""Answer length before anything is timed: a few steps with drafts, in which all that happens once has happened."""
+"""Length of the warm-up answer before anything is timed."""
+
+
+@dataclass(frozen=True)
+class SamplingArguments:
+    """How tokens are chosen. The Python and HTTP APIs have more settings."""
+
+    max_tokens: int = 256
+    """longest answer, in tokens"""
+    temperature: float = 0.0
+    """0 decodes greedily; 1 samples the target's own distribution"""
+    top_p: float = 1.0
+    """sample from the smallest set of tokens with this total probability"""
+    top_k: int = 0
+    """sample from the k most likely tokens; 0: all"""
+    min_p: float = 0.0
+    """drop tokens less likely than this fraction of the most likely one"""
+    repetition_penalty: float = 1.0
+    """penalize tokens of the prompt and the answer; above 1 avoids repetition"""
+    seed: int = 0
+    """the same seed gives the same answer"""
+    n: int = 1
+    """number of answers; answer i uses seed + i"""
+    stop: tuple[str, ...] = ()
+    """end before the first of these strings"""
+    ignore_eos: bool = False
+    """continue past end tokens"""
+    logprobs: int | None = None
+    """with --json: report log-probabilities, and those of this many most likely tokens"""
+    num_draft_tokens: int | None = None
+    """draft tokens per step; 0: plain decoding; default: what pays on this machine"""
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -39,24 +74,20 @@ class Arguments:
     """what to ask"""
     compare: bool = False
     """answer twice, plainly and with drafts, and compare speed and text"""
-    raw: bool = False
-    """continue the prompt as it is, without the chat template"""
     system: str | None = None
     """system message before the prompt"""
-    quantize: Literal["int8"] | None = None
-    """on a CPU: give the target 8-bit weights; the answers are then those of the 8-bit target"""
+    raw: bool = False
+    """continue the prompt without the chat template"""
     json: bool = False
     """print one JSON document instead of text and table"""
-    sampling: Annotated[SamplingParams, tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands] = field(
-        default_factory=SamplingParams
-    )
+    sampling: Annotated[SamplingArguments, tyro.conf.OmitArgPrefixes] = field(default_factory=SamplingArguments)
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
 
 @dataclass
 class Answer:
-    """One answer to the prompt; there are several with `--n`."""
+    """One answer to the prompt; `--n` gives several."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -67,18 +98,17 @@ class Answer:
 
 @dataclass
 class Run:
-    """The prompt answered once by one method, timed."""
+    """All answers of one method, timed."""
 
     method: str
     answers: list[Answer]
     acceptance_length: float
     seconds: float
-    """from the request to the last token"""
+    """from request to last token"""
     time_to_first_token: float
-    """the same to the end of the first step, which reads the prompt"""
+    """from request to the end of the first step (prefill)"""
     num_first_tokens: int
-    """what that step emitted"""
-    prompt_logprobs: "tuple[TokenLogprobs | None, ...] | None" = None
+    """tokens of the first step"""
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +116,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding alone, without the first step; None for answers that ended with it."""
+        """Decoding speed without the first step; None if the answers ended there."""
         num_later = self.num_tokens - self.num_first_tokens
         return num_later / (self.seconds - self.time_to_first_token) if num_later else None
 
@@ -94,43 +124,42 @@ class Run:
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "generate", argv)
     check(arguments)
-    num_draft_tokens = arguments.sampling.num_draft_tokens
-    with Console(stderr=True).status("loading the target and its drafter (the first time also converts the target)"):
+    params = arguments.sampling.params
+    num_draft_tokens = params.num_draft_tokens
+    with Console(stderr=True).status("loading target and drafter (the first run also converts the target)"):
         target = arguments.target.load()
         drafter = arguments.drafter.load(target) if num_draft_tokens != 0 else None
     if drafter is not None and num_draft_tokens is not None:
         drafter.check_num_draft_tokens(num_draft_tokens)
     prompt_ids = render(target, arguments)
     drafters = [None, drafter] if arguments.compare else [drafter]
-    runs = [run(target, each, prompt_ids, arguments) for each in drafters]
+    runs = [run(target, each, prompt_ids, arguments, params) for each in drafters]
     divergence = None
     if arguments.compare:
-        divergence = divergence_of(target, prompt_ids, arguments.sampling, *runs)
+        divergence = divergence_of(target, prompt_ids, params, *runs)
     if arguments.json:
         print(json.dumps(report(runs, divergence)))
     elif arguments.compare:
         Console().print(comparison(*runs))
         if divergence is not None:
-            Console().print(explanation(divergence, str(target.dtype).removeprefix("torch.")), soft_wrap=True)
+            Console().print(divergence.explain(str(target.dtype).removeprefix("torch.")), soft_wrap=True)
     return 0
 
 
 def check(arguments: Arguments) -> None:
-    """Refuse options that contradict each other, before anything is loaded."""
+    """Refuse contradicting options before anything is loaded."""
     if not arguments.prompt.strip():
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
     if arguments.sampling.num_draft_tokens == 0 and arguments.compare:
-        raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1, or leave it out")
+        raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1")
     if arguments.sampling.num_draft_tokens != 0:
         arguments.drafter.check(arguments.target)
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(arguments.sampling, name) is not None and not arguments.json:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} are reported in the JSON document only", hint="add --json")
+    if arguments.sampling.logprobs is not None and not arguments.json:
+        raise ConfigError("--logprobs are reported in the JSON document only", hint="add --json")
     if arguments.raw and arguments.system is not None:
         raise ConfigError(
-            f"--raw uses no chat template, so the system message {arguments.system!r} has no place",
-            hint="leave out --system, or put its text into the prompt",
+            f"--raw uses no chat template, so --system {arguments.system!r} has no effect",
+            hint="put its text into the prompt",
         )
 
 
@@ -147,14 +176,19 @@ def render(target: "HFTarget", arguments: Arguments) -> list[int]:
     return prompt_ids
 
 
-def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], arguments: Arguments) -> Run:
-    """Start an engine that is just large enough, answer the prompt on it, and close it."""
-    params = arguments.sampling
+def run(
+    target: "HFTarget",
+    drafter: "Drafter | None",
+    prompt_ids: list[int],
+    arguments: Arguments,
+    params: SamplingParams,
+) -> Run:
+    """Start an engine just large enough, answer the prompt, and close it."""
     if drafter is None:
         params = replace(params, num_draft_tokens=None)
-    with start(target, drafter, len(prompt_ids), params, arguments.quantize) as llm:
+    with start(target, drafter, len(prompt_ids), params) as llm:
         engine = llm.engine
-        method = "plain" if drafter is None else "plain, no drafts pay here"
+        method = "plain" if drafter is None else "plain, drafts do not pay here"
         if engine.drafter is not None:
             method = f"{engine.drafter.config.method}, K = {engine.num_draft_tokens}"
         if arguments.compare or arguments.json:
@@ -162,13 +196,7 @@ def run(target: "HFTarget", drafter: "Drafter | None", prompt_ids: list[int], ar
         return answer(engine, prompt_ids, params, method, display(method, arguments))
 
 
-def start(
-    target: "HFTarget",
-    drafter: "Drafter | None",
-    prompt_length: int,
-    params: SamplingParams,
-    quantize: Literal["int8"] | None,
-) -> "LLM":
+def start(target: "HFTarget", drafter: "Drafter | None", prompt_length: int, params: SamplingParams) -> "LLM":
     from peagle.engine.llm import LLM
 
     with Console(stderr=True).status("starting the engine") as status:
@@ -178,17 +206,15 @@ def start(
             params.num_draft_tokens,
             max_batch=params.n,
             max_length=min(prompt_length + params.max_tokens, target.max_length),
-            quantize=quantize,
-            reuse_prefixes=params.n > 1,  # several answers share the prompt; one must not find the warm-up's
+            reuse_prefixes=params.n > 1,  # a single answer must not reuse the warm-up's pages
             progress=lambda what, done, total: status.update(f"starting the engine: {what} ({done} of {total})"),
         )
 
 
 def warm_up(engine: "Engine", prompt_ids: list[int], params: SamplingParams) -> None:
-    """A short answer to a text of the prompt's length, so that what only the first one pays for is not timed."""
+    """Answer a text of the prompt's length, so that one-time costs are not timed."""
     max_tokens = min(WARMUP_TOKENS, params.max_tokens)
-    changes: dict[str, Any] = {"stop": (), "ignore_eos": True, "min_tokens": 0, "grammar": None}
-    engine.add(prompt_ids[::-1], replace(params, max_tokens=max_tokens, **changes))
+    engine.add(prompt_ids[::-1], replace(params, max_tokens=max_tokens, stop=(), ignore_eos=True))
     while engine.has_work:
         engine.step()
 
@@ -214,11 +240,11 @@ def answer(
         Answer(each.index, each.token_ids, each.text, each.finish_reason, each.logprobs) for each in finished.outputs
     ]
     acceptance_length = finished.metrics.acceptance.acceptance_length
-    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens, finished.prompt_logprobs)
+    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens)
 
 
 def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
-    """What shows updates: stdout, with headings where there is more than one answer to tell apart."""
+    """A function that shows updates on stdout, with headings if there are several answers."""
     if arguments.json:
         return lambda _: None
     names = [method] if arguments.compare else []
@@ -228,7 +254,7 @@ def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
 
 
 class Display:
-    """Prints answers in their order: the first while it grows, each further one when those before it have ended."""
+    """Prints answers in order: the first while it streams, each later one once those before it have ended."""
 
     def __init__(self, headings: list[str]) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -255,30 +281,19 @@ class Display:
             self._console.print(Text(f"--- {self._headings[self._index]}", style="bold"))
 
     def _write(self, update: "Update") -> None:
-        """On a terminal each token in the color of its kind, else the bare text."""
+        """Each token in the color of its kind on a terminal, else plain text."""
         if self._console.is_terminal:
-            tokens = zip(update.texts, kinds(update), strict=True)
+            tokens = zip(update.texts, update.kinds, strict=True)
             self._console.print(Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in tokens)), end="")
         else:  # rich would turn tabs into spaces and drop control characters
             sys.stdout.write(update.text)
             sys.stdout.flush()
 
 
-def kinds(update: "Update") -> Iterator[str]:
-    """What each token of an update is: a draft token that was kept, or how the target supplied it."""
-    for index in range(len(update.token_ids)):
-        if index < update.num_accepted:
-            yield "accepted"
-        elif not update.num_drafts:
-            yield "plain"
-        else:
-            yield "bonus" if update.num_accepted == update.num_drafts else "recovered"
-
-
 def divergence_of(
     target: "HFTarget", prompt_ids: list[int], params: SamplingParams, plain: Run, drafted: Run
 ) -> Divergence | None:
-    """Where the first of the answers that differ leaves the plain one."""
+    """Where the first differing answer leaves the plain one."""
     for ours, theirs in zip(plain.answers, drafted.answers, strict=True):
         found = first_divergence(target, prompt_ids, ours.token_ids, theirs.token_ids, params)
         if found is not None:
@@ -313,20 +328,8 @@ def comparison(plain: Run, drafted: Run) -> Table:
     return table
 
 
-def explanation(divergence: Divergence, dtype: str) -> str:
-    """Where two answers part, and for greedy ones how close a call it was for the target itself."""
-    where = f"They part at token {divergence.token}"
-    if divergence.target_gap is None:
-        return f"{where}. Sampled answers part where rounding moves a draw."
-    apart = f"{where}, where the worse token's logit is {divergence.target_gap:.4f} below the target's best"
-    if not divergence.is_near_tie:
-        return f"{apart}, too far for rounding in {dtype} to explain it. Please report this."
-    advice = "" if dtype == "float32" else " With --dtype float32 the answers are identical."
-    return f"{apart}: in {dtype} the order of summation decides such a near tie.{advice}"
-
-
 def report(runs: list[Run], divergence: Divergence | None) -> dict[str, Any]:
-    """One entry for each answer, with the times of the run it came from."""
+    """One entry per answer, with the times of its run."""
     document: dict[str, Any] = {"answers": [entry(run, answer) for run in runs for answer in run.answers]}
     if len(runs) == 2:
         document["identical_to_plain"] = divergence is None
@@ -347,12 +350,9 @@ def entry(run: Run, answer: Answer) -> dict[str, Any]:
         "time_to_first_token": run.time_to_first_token,
         "tokens_per_second": None if speed is None else round(speed, 2),
     }
-    for name, logprobs in (("logprobs", answer.logprobs), ("prompt_logprobs", run.prompt_logprobs)):
-        if logprobs is not None:
-            result[name] = [None if each is None else logprobs_entry(each) for each in logprobs]
+    if answer.logprobs is not None:
+        result["logprobs"] = [
+            {"logprob": each.logprob, "top": [{"token_id": key, "logprob": value} for key, value in each.top.items()]}
+            for each in answer.logprobs
+        ]
     return result
-
-
-def logprobs_entry(logprobs: "TokenLogprobs") -> dict[str, Any]:
-    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in logprobs.top.items()]
-    return {"logprob": logprobs.logprob, "top": top}

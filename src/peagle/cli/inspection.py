@@ -12,16 +12,16 @@ TRAINED_STYLE, READ_STYLE = "bold green", "dim"
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """Print an inspection's report. Where colours are off, brackets stand around the trained part of examples."""
+    """Print an inspection report. Without colors, brackets mark the trained part of examples."""
     console.print(_facts(document))
-    console.print(_bars("length of conversations in tokens", _length_rows(document)))
+    console.print(_bars("conversation length in tokens", _length_rows(document)))
     if document["top_tokens"]:
-        rows = [(_quoted(token["text"]), token["count"]) for token in document["top_tokens"]]
+        rows = [(repr(token["text"]), token["count"]) for token in document["top_tokens"]]
         console.print(_bars("most frequent trained tokens", rows))
     for number, pieces in zip(document["example_rows"], document["examples"], strict=True):
         console.print(Panel(_example(pieces, console.is_terminal), title=f"row {number}", title_align="left"))
     if document["examples"]:
-        legend = "bold and green" if console.is_terminal else "between [[ and ]]"
+        legend = "bold green" if console.is_terminal else "between [[ and ]]"
         console.print(f"trained on: {legend}")
 
 
@@ -38,7 +38,7 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
     rows: dict[str, str] = {}
     if "kind" in document:
         rows["written by"] = f"{document['kind']}, target {document['target']['name']}"
-        state = "complete" if document["is_complete"] else "unfinished: the same command goes on"
+        state = "complete" if document["is_complete"] else "unfinished: rerun the command to resume"
         rows["shards"] = f"{document['num_shards']}, {state}"
     rows |= {
         "conversations": f"{document['num_conversations']:,}",
@@ -46,7 +46,7 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
         "trained tokens": f"{document['num_trained_tokens']:,} ({document['trained_share']:.1%})",
         "distinct trained tokens": f"{document['num_distinct_trained_tokens']:,}",
     }
-    for name, label in (("lengths", "length"), ("trained_lengths", "trained, a conversation")):
+    for name, label in (("lengths", "length"), ("trained_lengths", "trained tokens per conversation")):
         spread = document[name]
         rows[f"{label}: min / median / mean / 95% / max"] = (
             f"{spread['min']} / {spread['median']:g} / {spread['mean']:g} / {spread['p95']:g} / {spread['max']}"
@@ -81,16 +81,12 @@ def _bars(title: str, rows: list[tuple[str, int]]) -> Table:
     return table
 
 
-def _example(pieces: list[dict[str, Any]], is_coloured: bool) -> Text:
+def _example(pieces: list[dict[str, Any]], is_colored: bool) -> Text:
     text = Text()
     for piece in pieces:
         words = piece["text"]
         if piece["is_trained"]:
-            text.append(words if is_coloured else f"[[{words}]]", style=TRAINED_STYLE)
+            text.append(words if is_colored else f"[[{words}]]", style=TRAINED_STYLE)
         else:
             text.append(words, style=READ_STYLE)
     return text
-
-
-def _quoted(text: str) -> str:
-    return repr(text)

@@ -1,22 +1,18 @@
-"""Write a report on whether answers with drafts are the target's own: exit status 0 if they are, 1 if not.
+"""Prove that answers with drafts are the target's own: greedy, seeded and sampled. Exit status 0: lossless, 1: not.
 
-Greedy answers are compared token for token with plain decoding and with transformers' generate, seeded ones with
-plain decoding, and the distribution of sampled openings with the target's exact probabilities. In float32 nothing may
-differ; in a lower precision every place where answers part is listed with how undecided the target was there.
+Use it before production or after a change. `peagle eval` measures acceptance; `peagle generate --compare` shows one
+prompt side by side.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from peagle.bench.lossless import Answers, Settings, examine
-from peagle.bench.lossless_report import document_of, markdown_of
 from peagle.cli.arguments import (
     DrafterArguments,
     DrafterOptions,
@@ -26,12 +22,12 @@ from peagle.cli.arguments import (
     parse,
 )
 from peagle.cli.progress import progress_bar
+from peagle.compare.lossless import Settings, examine
+from peagle.compare.lossless_report import document_of, markdown_of
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
-from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.decoding.acceptance import Acceptance
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
 
@@ -44,26 +40,24 @@ OWN_PROMPTS = "those that ship with peagle"
 class Arguments:
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target; the same as --target"""
-    prompts: Path | None = None
-    """prompt file; by default the few prompts that ship with peagle"""
-    limit: int = 16
-    """use at most so many prompts of the file"""
-    num_draft_tokens: int | None = None
-    """draft tokens a step; by default 7, or fewer where the drafter was trained for fewer"""
-    max_tokens: int = 48
-    """tokens to answer each prompt with, at most"""
-    temperature: float = 1.0
-    """of the sampled answers"""
-    num_seeds: int = 4
-    """sampled answers to each prompt that are compared token for token"""
-    num_samples: int = 256
-    """answers drawn for each prompt of the distribution test"""
-    num_sampled_prompts: int = 2
-    """prompts of the distribution test"""
     output: Path | None = None
-    """write the report there: Markdown to a name in .md, JSON to one in .json"""
+    """write the report to this file, .md or .json"""
+    prompts: Path | None = None
+    """prompt file; default: four prompts that ship with peagle"""
+    limit: int = 16
+    """use at most this many prompts of the file"""
+    num_draft_tokens: int | None = None
+    """draft tokens per step; default: 7, or what the drafter was trained for"""
+    max_tokens: int = 48
+    """longest answer, in tokens"""
+    temperature: float = 1.0
+    """temperature of the sampled answers"""
+    num_seeds: int = 4
+    """sampled answers per prompt that are compared token by token"""
+    num_samples: int = 256
+    """answers drawn per prompt of the distribution test, which uses the first two prompts"""
     json: bool = False
-    """print one JSON document as the last line of stdout, instead of the Markdown"""
+    """print one JSON document instead of Markdown"""
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
 
@@ -75,21 +69,14 @@ def main(argv: list[str]) -> int:
     if arguments.name is not None:
         target_arguments = dataclasses.replace(target_arguments, target=arguments.name)
     prompts = read_rows(arguments)
-    settings_of(arguments, 1)  # refuse settings before anything is loaded
+    settings_of(arguments, 1)  # report bad settings before anything is loaded
     target = target_arguments.load()
     drafter = arguments.drafter.load(target)
     settings = settings_of(arguments, drafter.config.usual_num_draft_tokens)
     token_ids = render(target, prompts)
     with progress_bar() as progress:
         task = progress.add_task("comparing", total=None)
-        findings = examine(
-            target,
-            drafter,
-            token_ids,
-            settings,
-            lambda rows, params: ask_engine(target, drafter, settings, rows, params),
-            lambda stage: progress.update(task, description=stage),
-        )
+        findings = examine(target, drafter, token_ids, settings, lambda stage: progress.update(task, description=stage))
     facts = facts_of(arguments, target, drafter, token_ids)
     document = document_of(findings, settings=dataclasses.asdict(settings), **facts)
     markdown = markdown_of(document, lambda ids: str(target.tokenizer.decode(list(ids))))
@@ -104,14 +91,13 @@ def main(argv: list[str]) -> int:
 def check_options(arguments: Arguments) -> None:
     if arguments.name is not None and arguments.target.target is not None:
         raise ConfigError(
-            f"two targets are given: {arguments.name} and, with --target, {arguments.target.target}",
-            hint="give one of them",
+            f"two targets are given: {arguments.name} and --target {arguments.target.target}", hint="give one of them"
         )
     output = arguments.output
     if output is not None and output.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--output {output}: the name must end in {' or '.join(SUFFIXES)}")
     if output is not None and not output.expanduser().absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}", hint="make it first")
+        raise ConfigError(f"--output {output}: there is no directory {output.parent}", hint="create it first")
     if arguments.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {arguments.limit}")
 
@@ -123,61 +109,37 @@ def settings_of(arguments: Arguments, usual: int) -> Settings:
         arguments.temperature,
         arguments.num_seeds,
         arguments.num_samples,
-        arguments.num_sampled_prompts,
     )
 
 
 def read_rows(arguments: Arguments) -> list[Any] | None:
-    from peagle.bench.workloads import read_prompts
+    from peagle.data.prompts import read_prompts
 
     return None if arguments.prompts is None else list(read_prompts(arguments.prompts, limit=arguments.limit))
 
 
 def render(target: "HFTarget", prompts: list[Any] | None) -> list[list[int]]:
-    from peagle.bench.acceptance import render_prompt
-    from peagle.drafter.evidence import gate_prompts
+    from peagle.compare.answers import render_prompt
+    from peagle.compare.evidence import gate_prompts
 
     if prompts is not None:
         return [render_prompt(target, prompt) for prompt in prompts]
     own = gate_prompts(target.tokenizer, target.max_length)
     if not own:
         raise ConfigError(
-            f"target {target.name!r} holds {target.max_length} tokens, too few for the prompts that ship",
+            f"the prompts that ship with peagle do not fit into the {target.max_length} tokens of {target.name!r}",
             hint="give shorter ones with --prompts",
         )
     return own
 
 
-def ask_engine(
-    target: "HFTarget",
-    drafter: "Drafter",
-    settings: Settings,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-) -> tuple[Answers, list["Acceptance"]]:
-    """Answers of the engine that `peagle serve` runs, all prompts at the same time."""
-    from peagle.engine.llm import LLM
-
-    longest = max(map(len, prompts)) + max(each.max_tokens for each in params) + 2 * settings.num_draft_tokens
-    num_draft_tokens = max(each.num_draft_tokens or settings.num_draft_tokens for each in params)
-    with LLM(
-        target,
-        drafter,
-        num_draft_tokens,
-        max_batch=min(16, len(prompts)),
-        max_length=min(longest, target.max_length),
-    ) as llm:
-        outputs = llm.generate([list(prompt) for prompt in prompts], list(params))
-    return [output.outputs[0].token_ids for output in outputs], [output.metrics.acceptance for output in outputs]
-
-
 def facts_of(
     arguments: Arguments, target: "HFTarget", drafter: "Drafter", token_ids: list[list[int]]
 ) -> dict[str, Any]:
-    """What the report is about, by names and hashes."""
-    from peagle.drafter.card import TargetIdentity
-    from peagle.drafter.checkpoint import drafter_directory
-    from peagle.drafter.evidence import fingerprints, own_tensors, prompts_hash
+    """The subject of the report, by names and hashes."""
+    from peagle.checkpoint.card import TargetIdentity
+    from peagle.checkpoint.native import drafter_directory
+    from peagle.compare.evidence import fingerprints, own_tensors, prompts_hash
 
     identity = dataclasses.asdict(TargetIdentity.of(target))
     tensors = fingerprints(own_tensors(target, drafter))

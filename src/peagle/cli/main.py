@@ -1,4 +1,4 @@
-"""The `peagle` command: finds the subcommand, and turns errors into one paragraph and exit status 2."""
+"""The `peagle` command: dispatches to a subcommand and turns errors into one paragraph and an exit status."""
 
 import importlib
 import logging
@@ -8,45 +8,59 @@ import sys
 from typing import NoReturn
 
 from peagle import __version__
-from peagle.errors import PeagleError, nearest
+from peagle.errors import PeagleError, Terminated, nearest
 
-COMMANDS = {
-    "generate": "answer one prompt, streaming; --compare shows it beside plain decoding",
-    "eval": "decode a prompt file for real and report acceptance, speed and losslessness",
-    "bench": "sweep methods, draft lengths and concurrency; `bench serve` loads a server over HTTP",
-    "catalog": "list the models known by name, with their drafters, memory and hardware",
-    "serve": "answer over HTTP, as OpenAI's and SageMaker's clients expect it",
-    "top": "watch a server live: requests, speed, latency, acceptance by position, drift",
-    "data": "have the target write or answer training data, and look at it",
-    "train": "train a drafter for a target",
-    "export": "write a drafter, whoever made it, in the layout of vLLM or speculators",
-    "deploy": "to vLLM on many GPUs, or to a SageMaker endpoint",
-    "doctor": "report versions, device and choices; with a directory, the gate before serving a drafter",
-    "lossless": "prove that answers with drafts are the target's own, in a report to keep",
+GROUPS = {
+    "use": {
+        "generate": "answer one prompt; --compare shows speculative and plain decoding side by side",
+        "serve": "serve an OpenAI-compatible HTTP API",
+        "catalog": "list the models known by name: drafter, memory, hardware",
+    },
+    "measure": {
+        "bench": "sweep methods, draft lengths and concurrency; `bench serve` load-tests a server",
+        "top": "live view of a running server: throughput, latency, acceptance, drift",
+        "eval": "acceptance length and per-position acceptance rates on a prompt file",
+        "lossless": "prove that speculative output equals the target's own, and write a report",
+        "doctor": "show versions, device and automatic choices; with a drafter, check it before serving",
+    },
+    "train": {
+        "data": "generate training data with the target, and inspect it",
+        "train": "train a drafter for a target",
+    },
+    "ship": {
+        "export": "convert a drafter to the layout of vLLM or speculators",
+        "deploy": "deploy to vLLM on any number of GPUs, or to a SageMaker endpoint",
+    },
 }
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+DEPLOY = {
+    "vllm": "write a vLLM command, a Docker Compose file and a Kubernetes manifest",
+    "sagemaker": "create, update, inspect, call and delete a SageMaker endpoint",
+}
+ABOUT = f"peagle {__version__}: P-EAGLE speculative decoding. Faster generation, identical output."
+RESUMABLE = ("data", "train")
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
-RESUMED = ("data", "train")
-"""commands that go on where they were when they are given again"""
+TERMINATED = 128 + signal.SIGTERM
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-class TalkHandler(logging.Handler):
-    """Writes to the stderr of the moment, which a running progress bar replaces to move out of the way."""
+class StderrHandler(logging.Handler):
+    """Logs to the current `sys.stderr`, which a progress bar replaces while it runs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def main() -> NoReturn:
-    """Run the process's own command line. Being asked to terminate is treated as being interrupted."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run the command line of this process and exit with its status."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has gone. Without this, Python would complain once more when it closes stdout.
+        # The reader of our output is gone. Point stdout at /dev/null so that Python does not complain on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE
     sys.exit(status)
@@ -54,7 +68,10 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit status."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if not argv:
+        print(short_help())
+        return 0
+    if argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     if argv[0] in ("-V", "--version"):
@@ -64,40 +81,71 @@ def run(argv: list[str]) -> int:
     _show_log()
     try:
         if name not in COMMANDS:
-            raise PeagleError(f"no command {name!r}", hint=f"{nearest(name, COMMANDS)} `peagle --help` explains them")
+            raise PeagleError(f"no command {name!r}", hint=f"{nearest(name, COMMANDS)} `peagle --help` lists them")
+        if name == "deploy":
+            if not rest or rest[0] in ("-h", "--help"):
+                print(deploy_overview())
+                return 0
+            place, *rest = rest
+            if place not in DEPLOY:
+                hint = f"{nearest(place, DEPLOY)} `peagle deploy --help` lists them"
+                raise PeagleError(f"no command 'deploy {place}'", hint=hint)
+            name = f"deploy_{place}"
         status: int = importlib.import_module(f"peagle.cli.{name}").main(rest)
         return status
     except PeagleError as error:
-        hint = error.hint or f"`peagle {name} --help` lists the options and what they take"
-        return _explain(error.message, hint)
-    except SystemExit as end:  # options that could not be read, or help that was asked for; explained already
+        return _explain(error.message, error.hint or f"`peagle {name.replace('_', ' ')} --help` lists the options")
+    except SystemExit as end:  # tyro printed help, or explained a bad option
         return end.code if isinstance(end.code, int) else 0
-    except KeyboardInterrupt:
-        kept = "; what is done is kept, and the same command goes on" if name in RESUMED else ""
-        print(f"\ninterrupted{kept}", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as signaled:
+        resume = "; progress is saved, rerun the command to resume" if name in RESUMABLE else ""
+        is_terminated = isinstance(signaled, Terminated)
+        print(f"\n{'terminated' if is_terminated else 'interrupted'}{resume}", file=sys.stderr)
+        return TERMINATED if is_terminated else INTERRUPTED
     except BrokenPipeError:
         raise
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _explain(f"a file cannot be read or written: {what}", "check the path, its permissions and the disk")
+        return _explain(f"cannot read or write a file: {what}", "check the path, its permissions and free disk space")
+
+
+def short_help() -> str:
+    return f"""{ABOUT}
+
+  peagle generate "Explain speculative decoding in one sentence."
+
+commands: {", ".join(COMMANDS)}
+`peagle --help` describes them."""
 
 
 def overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"peagle {__version__}: language models that answer faster without changing a word, by P-EAGLE.",
-            "",
-            "usage: peagle COMMAND [options]",
-            "",
-            *lines,
-            "",
-            "`peagle COMMAND --help` lists a command's options. With no --target and no --drafter, every command uses",
-            "the embedded default: SmolLM2-135M-Instruct and the drafter that ships with the package.",
-        ]
-    )
+    groups = "\n\n".join(f"{group}:\n{_listed(commands)}" for group, commands in GROUPS.items())
+    return f"""{ABOUT}
+
+usage: peagle COMMAND [OPTIONS]
+
+{groups}
+
+`peagle COMMAND --help` lists the options. Without --target and --drafter, a command uses the built-in default:
+SmolLM2-135M-Instruct and the drafter that ships with peagle."""
+
+
+def deploy_overview() -> str:
+    return f"""usage: peagle deploy [-h] {{{",".join(DEPLOY)}}} [OPTIONS]
+
+Deploy a target and its drafter. The same drafter directory works in every place.
+
+{_listed(DEPLOY)}
+
+`peagle deploy COMMAND --help` lists a command's options."""
+
+
+def _listed(commands: dict[str, str]) -> str:
+    return "\n".join(f"  {name:<9}  {summary}" for name, summary in commands.items())
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated
 
 
 def _explain(message: str, hint: str) -> int:
@@ -106,8 +154,8 @@ def _explain(message: str, hint: str) -> int:
 
 
 def _show_log() -> None:
-    """Show what peagle's own modules report, the choices behind "auto" for one; other libraries only warn."""
+    """Print the log of peagle's own modules (for example what "auto" chose); other libraries only warn."""
     logger = logging.getLogger("peagle")
     logger.setLevel(logging.INFO)
-    if not any(isinstance(handler, TalkHandler) for handler in logger.handlers):
-        logger.addHandler(TalkHandler())
+    if not any(isinstance(handler, StderrHandler) for handler in logger.handlers):
+        logger.addHandler(StderrHandler())

@@ -1,4 +1,4 @@
-"""The progress of long work, on stderr: a bar with rate and time left, or, in the log of a job, a line now and then."""
+"""Progress of long work on stderr: a bar on a terminal, a line now and then in a log file."""
 
 import time
 from datetime import timedelta
@@ -21,7 +21,7 @@ SECONDS_BETWEEN_LINES = 30
 
 
 class RateColumn(ProgressColumn):
-    """Pieces of work a second; the seconds for one piece where it takes longer than that."""
+    """Items per second, or seconds per item if slower than one per second."""
 
     def render(self, task: Task) -> Text:
         if not task.speed:
@@ -30,17 +30,17 @@ class RateColumn(ProgressColumn):
 
 
 class LinesProgress(Progress):
-    """A bar on a terminal; in the log of a job a line every `SECONDS_BETWEEN_LINES`, or none of them."""
+    """A bar on a terminal; elsewhere, with `has_lines`, a line every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, *columns: ProgressColumn, console: Console, has_lines: bool) -> None:
         super().__init__(*columns, console=console, disable=not console.is_terminal)
         self._has_lines = has_lines and self.disable
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
-        if self._has_lines and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
+        if self._has_lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
             self.console.print(_line(self._tasks[task_id]), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -50,12 +50,6 @@ def _line(task: Task) -> str:
 
 
 def progress_bar(*, has_lines: bool = True) -> Progress:
-    """A bar to be used as a context manager; its `console` is stderr. Without lines for those who print their own."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        RateColumn(),
-        TimeRemainingColumn(),
-    )
+    """A context manager. Pass `has_lines=False` if the caller prints its own lines."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn(), TimeRemainingColumn())
     return LinesProgress(*columns, console=Console(stderr=True), has_lines=has_lines)

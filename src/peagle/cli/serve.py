@@ -1,63 +1,70 @@
-"""Serve the target behind an endpoint that clients of OpenAI and of SageMaker know.
+"""Serve a target over HTTP for OpenAI and SageMaker clients.
 
-It listens while the target is loaded and answers 503 until it is ready. SIGTERM (or Ctrl-C) lets accepted requests
-finish; a second one ends at once. In a SageMaker container, settings are also taken from SM_VLLM_* and /opt/ml.
-With --engine vllm the same endpoint stands before vLLM, for several GPUs and nodes; vLLM's own options follow after --.
+The server listens at once and answers 503 until the target is loaded. SIGTERM or Ctrl-C lets accepted requests finish;
+a second one stops it immediately. In a SageMaker container it also reads SM_VLLM_* variables and /opt/ml.
+With --engine vllm the same endpoint runs in front of vLLM, on several GPUs and nodes; vLLM's own options go after --.
 """
 
 import importlib
 import logging
 import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
-from peagle.cli.vllm_arguments import (
-    ParallelArguments,
-    ParallelOptions,
-    VllmArguments,
-    VllmOptions,
-    given_options,
-    split_words,
-)
-from peagle.engine.config import EngineConfig
 from peagle.errors import ConfigError, MissingExtraError
-from peagle.server.sagemaker import Conventions, read_conventions
-from peagle.server.settings import ServerSettings
+from peagle.sagemaker.conventions import Conventions, read_conventions
+from peagle.scheduling.config import EngineOptions
+from peagle.server.settings import ServerOptions, ServerSettings
+from peagle.vllm.command import Installed, Parallelism, VllmSettings
+from peagle.vllm.flags import split_words, with_flags
 
 if TYPE_CHECKING:
     import socket
 
     from peagle.engine.llm import LLM
     from peagle.server.auth import ApiKeys
+    from peagle.vllm.models import Models
+    from peagle.vllm.process import VllmProcess
+    from peagle.vllm.proxy_bodies import Served
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", ServerSettings, EngineConfig)
+T = TypeVar("T", ServerSettings, EngineOptions)
 
-DEFAULT_ENGINE = EngineConfig(max_waiting=256, capture_adjusted=True)
-"""An engine's own default lets any number of requests wait; clients of a server would rather be told. Nor should the
-first one that asks for a penalty or a schema wait for the steps that need it to be recorded."""
+DEFAULT_ENGINE = EngineOptions(max_waiting=256)
+"""A server limits its queue, so that clients hear of an overload; the engine's own default has no limit."""
+
+
+@dataclass(frozen=True)
+class VllmOptions(Parallelism):
+    """With --engine vllm."""
+
+    vllm_python: str | None = None
+    """python of the environment that has vLLM; default: PEAGLE_VLLM_PYTHON, else the one that runs peagle"""
 
 
 @dataclass(frozen=True)
 class Arguments:
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
-    """the target to serve; the same as --target"""
-    engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
-    """native: our own, for one GPU or a CPU; vllm: vLLM, for as many GPUs and nodes as you have"""
+    """the target to serve; same as --target"""
     num_draft_tokens: int | None = None
-    """draft tokens a step; 0 decodes plainly, without it what the drafter's makers or a measurement advise"""
-    server: Annotated[ServerSettings, tyro.conf.OmitArgPrefixes] = field(default_factory=ServerSettings)
-    engine: Annotated[EngineConfig, tyro.conf.OmitArgPrefixes] = DEFAULT_ENGINE
+    """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers or a measurement recommend"""
+    engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
+    """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
     target: TargetOptions = field(default_factory=TargetArguments)
     drafter: DrafterOptions = field(default_factory=DrafterArguments)
-    vllm: VllmOptions = field(default_factory=VllmArguments)
-    parallel: ParallelOptions = field(default_factory=ParallelArguments)
+    server: Annotated[ServerOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ServerOptions)
+    engine: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = DEFAULT_ENGINE
+    vllm: Annotated[VllmOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=VllmOptions)
+
+    @property
+    def settings(self) -> ServerSettings:
+        return self.server if isinstance(self.server, ServerSettings) else ServerSettings(**vars(self.server))
 
 
 def main(argv: list[str]) -> int:
@@ -65,70 +72,38 @@ def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "serve", argv)
     if arguments.name is not None and arguments.target.target is not None:
         raise ConfigError(
-            f"two targets are given: {arguments.name} and, with --target, {arguments.target.target}",
-            hint="give one of them",
+            f"two targets: {arguments.name} and --target {arguments.target.target}", hint="give one of them"
         )
     is_vllm = arguments.engine_name == "vllm"
-    foreign = [*given_options(arguments.vllm), *given_options(arguments.parallel), *words[:1]]
-    if foreign and not is_vllm:
-        raise ConfigError(f"{foreign[0]} is for vLLM, but this is the native engine", hint="add --engine vllm")
+    changed = [each.name for each in fields(VllmOptions) if getattr(arguments.vllm, each.name) != each.default]
+    only_vllm = [*(f"--{name.replace('_', '-')}" for name in changed), *words[:1]]
+    if only_vllm and not is_vllm:
+        raise ConfigError(f"{only_vllm[0]} is for vLLM, but this is the native engine", hint="add --engine vllm")
     conventions = read_conventions(os.environ, for_vllm=is_vllm)
     arguments = with_conventions(arguments, conventions)
     try:
         from peagle.server.auth import read_keys
 
-        importlib.import_module(f"peagle.server.{'proxy' if is_vllm else 'app'}")
+        importlib.import_module("peagle.vllm.proxy" if is_vllm else "peagle.server.app")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("peagle"):
             raise
         raise MissingExtraError(error.name, "serve", "the server") from error
     more = [*conventions.api_keys, os.environ.get("VLLM_API_KEY", "") if is_vllm else ""]
-    keys = read_keys(arguments.server.api_key_file, os.environ, more)
-    if not is_vllm:
-        return serve_native(arguments, keys)
-
-    from peagle.cli.serve_vllm import serve_vllm
-
-    return serve_vllm(arguments, keys, [*conventions.unmatched_words, *words])
-
-
-def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
-    from peagle.server.app import create_app
-    from peagle.server.lifecycle import Lifecycle, serve
-    from peagle.server.service import Service
-
-    settings = arguments.server
-    if arguments.num_draft_tokens != 0:
-        arguments.drafter.check(arguments.target)
-    listener = listen(settings, keys)
-    lifecycle: Lifecycle[Service] = Lifecycle(
-        settings, lambda: load(arguments), lambda llm: Service(llm, settings, drafter_name(arguments))
-    )
-    return serve(create_app(settings, keys, lifecycle), lifecycle, listener)
-
-
-def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
-    """Take the port, and say where and for whom."""
-    from peagle.server.lifecycle import bind
-
-    listener = bind(settings)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.info("listening on http://%s:%d%s", shown, port, ", with API keys" if keys else "")
-    if not keys and host not in ("127.0.0.1", "::1"):
-        log.info("anybody who reaches this address may use it: there are no API keys (--api-key-file)")
-    return listener
+    keys = read_keys(arguments.settings.api_key_file, os.environ, more)
+    if is_vllm:
+        return serve_vllm(arguments, keys, [*conventions.unmatched_words, *words])
+    return serve_native(arguments, keys)
 
 
 def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:
-    """The command line's word where it says something, else the environment's, else the defaults."""
+    """Fill in from a container's environment what the command line leaves open."""
     target, drafter = arguments.target, arguments.drafter
     name = arguments.name or target.target or conventions.target
     if conventions.is_container and name is None:
         log.warning("no SM_VLLM_MODEL, no /opt/ml/model and no HF_MODEL_ID: serving the embedded default")
     dtype: Any = target.dtype if target.dtype != "auto" else conventions.dtype or "auto"
-    engine = _overlaid(arguments.engine, DEFAULT_ENGINE, conventions.engine)
-    server = _overlaid(arguments.server, ServerSettings(), conventions.server)
+    server = _overlaid(arguments.settings, ServerSettings(), conventions.server)
     if server.log_format == "auto":
         server = replace(server, log_format="text" if sys.stderr.isatty() else "json")
     given = arguments.num_draft_tokens
@@ -137,16 +112,50 @@ def with_conventions(arguments: Arguments, conventions: Conventions) -> Argument
         name=None,
         num_draft_tokens=conventions.num_draft_tokens if given is None else given,
         server=server,
-        engine=engine,
+        engine=_overlaid(arguments.engine, DEFAULT_ENGINE, conventions.engine),
         target=replace(target, target=name, dtype=dtype),
         drafter=replace(drafter, drafter=drafter.drafter or (conventions.drafter if given != 0 else None)),
     )
 
 
 def _overlaid(given: T, default: T, environment: dict[str, Any]) -> T:
-    """Settings of the environment in every field that still has its default."""
+    """`given`, with the environment's value in each field that still has its default."""
     untouched = {name for name in environment if getattr(given, name) == getattr(default, name)}
     return replace(given, **{name: environment[name] for name in untouched})
+
+
+def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
+    """Bind the port and log the address."""
+    from peagle.server.lifecycle import bind
+
+    listener = bind(settings)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("listening on http://%s:%d%s", shown, port, ", with API keys" if keys else "")
+    if not keys and host not in ("127.0.0.1", "::1"):
+        log.info("no API keys: anyone who can reach this address can use it (set --api-key-file)")
+    return listener
+
+
+# Our own engine ---------------------------------------------------------------------------------------------------
+
+
+def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
+    from peagle.sagemaker.serving import SAGEMAKER_ROUTES
+    from peagle.server.app import create_app
+    from peagle.server.lifecycle import Lifecycle, serve
+    from peagle.server.service import Service
+
+    settings, drafter = arguments.settings, arguments.drafter.drafter
+    if arguments.num_draft_tokens != 0:
+        arguments.drafter.check(arguments.target)
+    listener = listen(settings, keys)
+    lifecycle: Lifecycle[Service] = Lifecycle(
+        settings,
+        lambda: load(arguments),
+        lambda llm: Service(llm, settings, Path(drafter).name if drafter else None),
+    )
+    return serve(create_app(settings, keys, lifecycle, SAGEMAKER_ROUTES), lifecycle, listener)
 
 
 def load(arguments: Arguments) -> "LLM":
@@ -159,9 +168,78 @@ def load(arguments: Arguments) -> "LLM":
         arguments.num_draft_tokens,
         allow_mismatch=arguments.drafter.allow_mismatch,
         progress=lambda what, done, total: log.debug("starting the engine: %s (%d of %d)", what, done, total),
+        capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
         **asdict(arguments.engine),
     )
 
 
-def drafter_name(arguments: Arguments) -> str | None:
-    return Path(arguments.drafter.drafter).name if arguments.drafter.drafter else None
+# vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
+    """Serve through vLLM; `words` are its own options."""
+    from peagle.sagemaker.serving import SAGEMAKER_ROUTES
+    from peagle.server.lifecycle import Lifecycle, serve
+    from peagle.vllm.models import find_models
+    from peagle.vllm.process import Starter, find_vllm
+    from peagle.vllm.proxy import ProxyService, create_proxy_app
+
+    settings, drafter = arguments.settings, arguments.drafter
+    interpreter = find_vllm(arguments.vllm.vllm_python, os.environ)
+    check_settings(arguments, interpreter.vllm)
+    listener = listen(settings, keys)
+    starter = Starter(interpreter)
+
+    def load_vllm() -> "tuple[VllmProcess, Served]":
+        target, engine = arguments.target.target, arguments.engine
+        wants_drafter = arguments.num_draft_tokens != 0
+        models = find_models(target, drafter.drafter, wants_drafter=wants_drafter, max_length=engine.max_length)
+        return starter.start(
+            models,
+            vllm_settings(arguments, models, words),
+            target=target,
+            allow_mismatch=drafter.allow_mismatch,
+            max_waiting=engine.max_waiting,
+        )
+
+    lifecycle: Lifecycle[ProxyService] = Lifecycle(
+        settings, load_vllm, lambda started: ProxyService(*started, settings), starter.cancel
+    )
+    return serve(create_proxy_app(settings, keys, lifecycle, SAGEMAKER_ROUTES), lifecycle, listener)
+
+
+def check_settings(arguments: Arguments, vllm: Installed) -> None:
+    """Refuse options of our own engine that vLLM does not have."""
+    device = arguments.target.device
+    if device not in ("auto", "cpu" if vllm.is_cpu else "cuda"):
+        kind = "CPUs" if vllm.is_cpu else "GPUs"
+        raise ConfigError(
+            f"--device is {device}, but this vLLM is built for {kind} and uses all it can see",
+            hint="drop --device; CUDA_VISIBLE_DEVICES selects GPUs",
+        )
+
+
+def vllm_settings(arguments: Arguments, models: "Models", words: list[str]) -> VllmSettings:
+    engine = arguments.engine
+
+    def changed(name: str) -> Any:
+        value = getattr(engine, name)
+        return None if value == getattr(DEFAULT_ENGINE, name) else value
+
+    settings = VllmSettings(
+        target=models.target,
+        names=arguments.server.served_model_name or (models.name,),
+        drafter=models.drafter,
+        num_draft_tokens=arguments.num_draft_tokens,
+        dtype=arguments.target.dtype,
+        max_batch=engine.max_batch,
+        max_length=engine.max_length,
+        prefill_tokens=changed("prefill_tokens"),
+        memory_share=changed("memory_share"),
+        reuse_prefixes=engine.reuse_prefixes,
+        is_eager=engine.eager,
+        target_max_length=models.max_length,
+        is_hybrid=models.is_hybrid,
+        **{each.name: getattr(arguments.vllm, each.name) for each in fields(Parallelism)},
+    )
+    return with_flags(settings, words)

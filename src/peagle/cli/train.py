@@ -1,48 +1,58 @@
-"""Train a drafter for a target, from prompts, conversations or shards to a directory that was loaded and checked again.
+"""Train a drafter for a target from prompts, conversations or shards.
 
-Runs on one GPU, on several (`torchrun -m peagle train ...`), or, for small targets and tests, on a CPU. An interrupted
-run goes on where it was when the same command is given again.
+Runs on one GPU, on several (`torchrun -m peagle train ...`), or on a CPU for small targets. Rerun an interrupted
+command and it resumes. More settings: recipe file (docs/guides/train.md).
 """
 
 import contextlib
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from peagle.cli.arguments import TargetArguments, TargetOptions, parse
-from peagle.cli.data import answer_prompts
 from peagle.cli.progress import progress_bar
-from peagle.config import from_toml
-from peagle.json_rows import read_lines
-from peagle.training.config import TrainConfig
+from peagle.cli.recipe import merged, part, recipe_path, recipe_settings, reject_recipe_only
+from peagle.data.json_rows import read_lines
+from peagle.objective.config import DataSettings, DrafterSettings, HardwareSettings, TrainConfig, TrainingSettings
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-SHORT_NAMES = {"--from": "--from-drafter"}  # what no field of a dataclass can be called
+SHORT_NAMES = {"--from": "--from-drafter"}  # `from` is a Python keyword
+GROUPS = (DataSettings, DrafterSettings, TrainingSettings, HardwareSettings)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    train: Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
+    data: Annotated[DataSettings, tyro.conf.OmitArgPrefixes]
+    drafter: Annotated[DrafterSettings, tyro.conf.OmitArgPrefixes]
+    training: Annotated[TrainingSettings, tyro.conf.OmitArgPrefixes]
+    hardware: Annotated[HardwareSettings, tyro.conf.OmitArgPrefixes]
     recipe: Path | None = None
-    """TOML file with any of these settings; the command line has the last word"""
+    """TOML file with training settings; options override it"""
     target: TargetOptions = field(default_factory=TargetArguments)
 
 
 def main(argv: list[str]) -> int:
     argv = [_long_name(word) for word in argv]
-    arguments = parse(Arguments, "train", argv, **_defaults(argv))
-    config = arguments.train
+    reject_recipe_only(TrainConfig, GROUPS, argv)
+    base = recipe_settings(TrainConfig, argv, {"data": tyro.MISSING, "output": tyro.MISSING})
+    defaults = Arguments(
+        part(DataSettings, base),
+        part(DrafterSettings, base),
+        part(TrainingSettings, base),
+        part(HardwareSettings, base),
+        recipe=recipe_path(argv),
+    )
+    arguments = parse(Arguments, "train", argv, default=defaults)
+    config = merged(base, arguments.data, arguments.drafter, arguments.training, arguments.hardware)
     for path in (config.data, config.held_out):
         if path is not None and not path.is_dir():
-            next(read_lines(path), None)  # a wrong path is said at once, not after the target was loaded
+            next(read_lines(path), None)  # fail on a wrong path before loading the target
 
     from peagle.training.distributed import joined_world
 
@@ -51,21 +61,21 @@ def main(argv: list[str]) -> int:
 
         from peagle.training.run import train_drafter
 
-        answer = partial(answer_prompts, target) if world.size == 1 else None
-        with contextlib.closing(Steps(config.num_steps, is_shown=world.is_main)) as steps:
-            train_drafter(target, config, steps.show, answer)
+        with contextlib.closing(Steps(config, is_shown=world.is_main)) as steps:
+            train_drafter(target, config, steps.show)
     if world.is_main:
         print(config.output)
     return 0
 
 
 class Steps:
-    """The progress of the steps: a bar on a terminal, which appears with the first one, else a line now and then."""
+    """Training progress: a bar on a terminal, else one line per logged step."""
 
-    def __init__(self, num_steps: int, *, is_shown: bool) -> None:
-        self._num_steps, self._is_shown = num_steps, is_shown
+    def __init__(self, config: TrainConfig, *, is_shown: bool) -> None:
+        self._num_steps, self._tokens_per_step = config.num_steps, config.batch_size * config.max_length
+        self._is_shown = is_shown
         self._progress: Progress = progress_bar(has_lines=False)
-        self._task = self._progress.add_task("training", total=num_steps)
+        self._task = self._progress.add_task("training", total=config.num_steps)
 
     def show(self, step: int, metrics: dict[str, Any] | None) -> None:
         if not self._is_shown:
@@ -74,13 +84,14 @@ class Steps:
             self._progress.start()
         self._progress.update(self._task, completed=step)
         if metrics is not None:
+            rate = metrics["steps_per_second"]
             accuracy = " ".join(f"{share:.2f}" for share in metrics["accuracy_by_depth"])
-            line = f"loss {metrics['loss']:.3f}, accuracy by depth {accuracy}"
+            tokens_per_second = rate * self._tokens_per_step
+            line = f"loss {metrics['loss']:.3f}, acc@depth {accuracy}, {tokens_per_second:,.0f} tokens/s"
             self._progress.update(self._task, description=line)
             if not self._progress.console.is_terminal:
-                rate = metrics["steps_per_second"]
-                left = timedelta(seconds=round((self._num_steps - step) / rate)) if rate else "unknown time"
-                print(f"step {step} of {self._num_steps}: {line}, {rate:.2f} steps/s, {left} left", file=sys.stderr)
+                eta = timedelta(seconds=round((self._num_steps - step) / rate)) if rate else "unknown"
+                print(f"step {step}/{self._num_steps}: {line}, {rate:.2f} steps/s, ETA {eta}", file=sys.stderr)
 
     def close(self) -> None:
         self._progress.stop()
@@ -89,14 +100,3 @@ class Steps:
 def _long_name(word: str) -> str:
     name, equals, value = word.partition("=")
     return SHORT_NAMES.get(name, name) + equals + value
-
-
-def _defaults(argv: list[str]) -> dict[str, Any]:
-    """The recipe's settings as defaults, so that flags given beside it win and may supply what it leaves out."""
-    given = [following for word, following in pairwise(argv) if word == "--recipe"]
-    given += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
-    if not given:
-        return {}
-    path = Path(given[-1])
-    config = from_toml(TrainConfig, path, absent={"data": tyro.MISSING, "output": tyro.MISSING})
-    return {"default": Arguments(train=config, recipe=path)}

@@ -1,5 +1,4 @@
-"""Decoding: sampling, verifying draft tokens, and the plain decoder that every fast path is compared with.
+"""Decoding: verify draft tokens, end answers, follow grammars, and the reference decoder.
 
-Owns the mathematics of accepted, recovered and bonus tokens. Works on whatever target and drafter it is handed and
-does not know how either was loaded or trained.
+Owns the rules for accepted, recovered and bonus tokens. Does not know how target and drafter were loaded or trained.
 """

@@ -1,11 +1,11 @@
-"""Counting what became of draft tokens, in the one definition used everywhere.
+"""Acceptance counts, with one definition for all reports.
 
-    drafts              verified draft sequences (one a step)
-    acceptance length   tokens emitted a target forward: 1 + accepted / drafts, the recovered or bonus token included
-    per position        share of drafts whose token at that position was accepted (not conditioned on the earlier ones)
+    drafts              verified drafts, one per step
+    acceptance length   tokens per forward pass of the target: 1 + accepted / drafts, with the recovered or bonus token
+    per position        share of drafts whose token at this position was accepted (unconditional)
 
-The formulas are vLLM's. Of the draft in which an answer ends, `peagle` counts what was emitted; vLLM also counts the
-accepted tokens beyond the end, so that its acceptance length is higher by a trifle.
+The formulas are vLLM's. For the draft in which an answer ends, peagle counts the emitted tokens. vLLM also counts
+accepted tokens after the end, so its acceptance length is slightly higher.
 """
 
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over any number of drafts; they add up with `+`."""
+    """Counts over any number of drafts. They add up with `+`."""
 
     num_drafts: int
     accepted_per_position: tuple[int, ...]
 
     @classmethod
     def of(cls, accepted_by_draft: Iterable[int], num_draft_tokens: int) -> "Acceptance":
-        """Count drafts of which the first n tokens were accepted, for each n given."""
+        """Count drafts by their numbers of accepted tokens."""
         counts, num_drafts = [0] * num_draft_tokens, 0
         for accepted in accepted_by_draft:
             num_drafts += 1

@@ -1,7 +1,4 @@
-"""What a request's penalties and biases make of the target's logits, in the plainest form: one token at a time.
-
-`peagle.kernels.adjust` does the same for batches; this is what it is compared with.
-"""
+"""Apply penalties and biases to logits, one token at a time: the reference for `peagle.kernels.adjust`."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -20,7 +17,7 @@ def adjusted_logits(
     prompt_ids: Sequence[int],
     answer_ids: Sequence[int],
 ) -> Tensor:
-    """Float32 logits [V] for the token after `prompt_ids` and `answer_ids`; `end_ids` are the tokens that end it."""
+    """Float32 logits [V] of the token after `prompt_ids` and `answer_ids`. `end_ids` end the answer."""
     logits_V = logits_V.to(torch.float32, copy=True)
     for token, bias in params.logit_bias.items():
         logits_V[token] += bias
@@ -28,7 +25,7 @@ def adjusted_logits(
         for token in end_ids:
             if token < len(logits_V):
                 logits_V[token] = float("-inf")
-    # Tensors: dividing by a number is multiplying by its inverse on some devices, and Python's floats are longer.
+    # Tensors: with a Python number, some devices multiply by the inverse, and floats have more bits.
     repetition, frequency = logits_V.new_tensor([params.repetition_penalty, params.frequency_penalty])
     for token in {*prompt_ids, *answer_ids} if repetition != 1 else ():
         logit = logits_V[token]
@@ -40,7 +37,7 @@ def adjusted_logits(
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse biases of tokens that the target does not have."""
+    """Refuse biases of token ids outside the vocabulary."""
     for token in params.logit_bias:
         if token >= vocab_size:
             raise RequestError(f"logit_bias token ids must lie between 0 and {vocab_size - 1}, got {token}")

@@ -1,18 +1,17 @@
-"""Holding an answer to a grammar: which tokens may come next, after the text and after each of its draft tokens.
+"""Constrain an answer to a grammar: which tokens may follow the text and each draft token.
 
-The library `llguidance` follows the text byte by byte and says which tokens keep to the grammar. It comes with the
-extra `serve`; where it is missing, a request with a grammar is refused and nothing else changes.
+`llguidance` follows the text byte by byte and computes the allowed tokens. It comes with the extra `serve`; without it
+only requests with a grammar are refused.
 
-JSON is written with one space behind each comma and colon and no other space between its parts. So most of what a
-schema prescribes is prescribed to the byte, and can be drafted instead of guessed; and no answer is lost in white
-space.
+JSON has one space after each comma and colon, and no other whitespace. So most of what a schema prescribes is known to
+the byte and can be drafted, and no answer loops in whitespace.
 """
 
 import json
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -29,14 +28,12 @@ log = logging.getLogger(__name__)
 BITS = 32
 MAX_KEPT_GRAMMARS = 256
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
 PROBE = '{"a b": [1, 23]} \u00e9\u4e2d \U0001f600.'
-"""Text whose tokens must mean the same bytes to the library as to the tokenizer."""
+"""Text that the library and the tokenizer must decode to the same bytes."""
 
 
 class Guide:
-    """The place of one answer in its grammar. It is moved by `advance` alone."""
+    """The state of one answer in its grammar. Only `advance` changes it."""
 
     def __init__(self, matcher: Any, end_ids: Sequence[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -45,21 +42,22 @@ class Guide:
         self._has_failed = False
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """The tokens have joined the answer; they were allowed. The token that ends it changes nothing."""
+        """Append allowed tokens to the answer. End tokens change nothing."""
         self._matcher.consume_tokens([token for token in token_ids if token not in self._end_ids])
         if self._matcher.is_error() and not self._has_failed:
-            self._has_failed = True  # a limit of the library; all that it allows from here on is the end
-            log.warning("a grammar cannot be followed any further: %s", _first_line(self._matcher.get_error()))
+            self._has_failed = True  # a limit of the library, which now allows only the end
+            reason, *_ = self._matcher.get_error().strip().splitlines()
+            log.warning("a grammar cannot be followed further: %s", reason)
 
     def allowed(self) -> np.ndarray:
-        """Bits of the tokens that may come next: bit v % 32 of word v // 32, int32."""
+        """Bitmask of the tokens that may come next: bit v % 32 of word v // 32, int32."""
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._num_words]
 
     def plan(self, draft_ids: Sequence[int], allowed_LW: np.ndarray) -> list[int]:
-        """The drafts worth verifying, and in row j of `allowed_LW` what may come after the first j of them.
+        """The drafts to verify; writes to row j of `allowed_LW` what may follow the first j of them.
 
-        Where the grammar leaves one continuation, it takes the place of the drafts. Rows behind a draft token that is
-        not allowed are never reached, because it is never accepted; nor are those behind an end. They allow all.
+        If the grammar forces a continuation, it replaces the drafts. Rows after a token that is not allowed, or after
+        an end token, are never reached; they allow everything.
         """
         drafts = list(draft_ids)
         allowed_LW[:] = -1
@@ -69,7 +67,10 @@ class Guide:
             allowed_LW[row] = self.allowed()
             if row == len(drafts):
                 break
-            forced = forced or self._forced()
+            # The forced next tokens, as the tokenizer would write them; empty if there is a choice.
+            forced = forced or (
+                [self._end_ids[0]] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+            )
             if forced:
                 drafts[row] = forced.pop(0)
             token = drafts[row]
@@ -81,15 +82,11 @@ class Guide:
             self._matcher.rollback(num_walked)
         return drafts
 
-    def _forced(self) -> list[int]:
-        """The tokens that spell what must come next, as the tokenizer would write it; empty if there is a choice."""
-        if self._matcher.is_stopped():
-            return [self._end_ids[0]]
-        return list(self._matcher.compute_ff_tokens())
-
     def allowed_after(self, answer_ids: Sequence[int]) -> np.ndarray | None:
-        """Whether each token may come after a whole answer so far, bool; None if the answer itself breaks the grammar
-        or has ended. For those who keep no place: the guide goes through the answer from its start."""
+        """Mask of the tokens that may follow an answer, bool; None if the answer breaks the grammar or has ended.
+
+        Replays the answer from its start, for callers that do not use `advance`.
+        """
         self._matcher.reset()
         num_kept = self._matcher.try_consume_tokens(list(answer_ids))
         if num_kept < len(answer_ids) or any(token in self._end_ids for token in answer_ids):
@@ -98,23 +95,23 @@ class Guide:
 
 
 class _Grammars:
-    """The tokenizer of one target in the library's form, and grammars that were compiled for it lately."""
+    """One target's tokenizer in the library's form, with a cache of compiled grammars."""
 
     def __init__(self, target: "HFTarget") -> None:
         try:
             import llguidance
         except ImportError as error:
-            raise MissingExtraError("llguidance", "serve", "answering by a grammar") from error
+            raise MissingExtraError("llguidance", "serve", "a grammar") from error
         backend = getattr(target.tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TargetError(
-                f"target {target.name!r} has a tokenizer without a fast form, which grammars need",
-                hint="leave the grammar out",
+                f"grammars need a fast tokenizer, which target {target.name!r} does not have",
+                hint="send the request without a grammar",
             )
         own = target.tokenizer.eos_token_id
         self.end_ids = sorted(target.eos_token_ids, key=lambda token: (token != own, token))
         if not self.end_ids:
-            raise TargetError(f"target {target.name!r} has no end token, which an answer by a grammar needs")
+            raise TargetError(f"grammars need an end token, which target {target.name!r} does not have")
         self.vocab_size = target.vocab_size
         size = max(target.vocab_size, backend.get_vocab_size(with_added_tokens=True))
         self._library: Any = llguidance
@@ -122,24 +119,15 @@ class _Grammars:
         ids = backend.encode(PROBE, add_special_tokens=False).ids
         if self._tokenizer.decode_bytes(ids).strip() != PROBE.encode():
             raise TargetError(
-                f"target {target.name!r} has a tokenizer that the library for grammars misreads",
-                hint="leave the grammar out",
+                f"llguidance misreads the tokenizer of target {target.name!r}",
+                hint="send the request without a grammar",
             )
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._matchers: OrderedDict[Grammar, Any] = OrderedDict()
-        self._lock = threading.Lock()
-        """not held while a grammar is compiled: nobody waits for another's"""
+        # Holds no lock while it compiles, so requests do not wait for each other.
+        self._matcher = lru_cache(MAX_KEPT_GRAMMARS)(self._compile)
 
     def guide(self, grammar: Grammar) -> Guide:
-        with self._lock:
-            matcher = self._matchers.get(grammar)
-        matcher = matcher or self._compile(grammar)
-        with self._lock:
-            self._matchers[grammar] = matcher
-            self._matchers.move_to_end(grammar)
-            if len(self._matchers) > MAX_KEPT_GRAMMARS:
-                self._matchers.popitem(last=False)
-            return Guide(matcher.deep_copy(), self.end_ids, self.vocab_size)
+        return Guide(self._matcher(grammar).deep_copy(), self.end_ids, self.vocab_size)
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher_type = self._library.LLMatcher
@@ -153,17 +141,17 @@ class _Grammars:
             text = matcher_type.grammar_from_json_schema(schema, overrides=JSON_FORM)
         matcher = matcher_type(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise RequestError(f"the {grammar.kind} of the grammar cannot be followed: {matcher.get_error().strip()}")
+            raise RequestError(f"the {grammar.kind} grammar is not supported: {matcher.get_error().strip()}")
         return matcher
 
 
 def _plain_form(tokenizer_json: str) -> str:
-    """A tokenizer.json without padding and truncation, whose decoder says at once that tokens spell bytes."""
+    """A tokenizer.json without padding and truncation, with the byte-level decoder at its top level."""
     form = json.loads(tokenizer_json)
     form["padding"] = form["truncation"] = None
     decoder = form.get("decoder") or {}
     for part in decoder.get("decoders", ()):
-        if part["type"] == "ByteLevel":  # as a GGUF file's: the others in the list do nothing to such tokens
+        if part["type"] == "ByteLevel":  # from a GGUF file; the other decoders do not affect such tokens
             form["decoder"] = part
     return json.dumps(form)
 
@@ -173,17 +161,11 @@ _grammars: "WeakKeyDictionary[HFTarget, _Grammars]" = WeakKeyDictionary()
 
 
 def make_guide(target: "HFTarget", grammar: Grammar) -> Guide:
-    """A guide at the start of an answer. A grammar that cannot be followed is refused.
+    """A guide at the start of an answer. Refuses a grammar that is not supported.
 
-    What was compiled is kept, so that a caller in another thread can have the work done before it matters; the first
-    call for a target takes about a second for a large vocabulary.
+    Compiled grammars are cached, so another thread can compile ahead of time. The first call for a target takes about a
+    second with a large vocabulary.
     """
     with _lock:
-        if target not in _grammars:
-            _grammars[target] = _Grammars(target)
-        grammars = _grammars[target]
+        grammars = _grammars.get(target) or _grammars.setdefault(target, _Grammars(target))
     return grammars.guide(grammar)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"

@@ -1,60 +1,51 @@
-"""The slow, obvious decoder: one request, plain or with drafts, over a key-value cache.
+"""The reference decoder: one request, plain or with drafts, slow and simple.
 
-Every faster path is compared with this one, and this one with `transformers.generate`. A step is
+Every faster path is compared with this one, and this one with `transformers.generate`. Each step
 
-    draft     the drafter reads the newest tokens with the target's states and proposes K more
-    verify    the target runs the newest token and the K drafts in one forward
-    commit    accepted drafts and one further token join the text; both caches are cut back to it
+    draft     the drafter reads the newest tokens with the target's states and proposes K tokens
+    verify    the target runs the newest token and the K drafts in one forward pass
+    commit    appends the accepted drafts and one more token; both KV caches are cropped to the text
 
-so what is emitted is always the target's own choice, whatever the drafter says.
+so every emitted token is the target's own choice, whatever the drafter proposes.
 
 Shapes: K draft tokens, L = K + 1, V vocabulary, A concatenated aux width.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from peagle.decoding.adjusting import adjusted_logits, check_token_ids
 from peagle.decoding.grammar import make_guide
-from peagle.decoding.sampling import STREAM_DRAFT, draw, target_probs, uniform
 from peagle.decoding.stopping import FinishReason, StopCheck
-from peagle.decoding.verify import verify_deterministic, verify_greedy, verify_sampled
+from peagle.decoding.verify import verify_deterministic, verify_greedy
+from peagle.drafter.drafting import Draft, DraftingSession
+from peagle.drafter.model import Drafter
 from peagle.errors import RequestError
+from peagle.kernels.choose import target_probs
 from peagle.sampling_params import SamplingParams
+from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer
-
-if TYPE_CHECKING:
-    from peagle.drafter.drafting import Draft, DraftingSession
-    from peagle.targets.hf import HFTarget
 
 TokenKind = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
 
 
-class StartsDrafting(Protocol):
-    """What the decoder asks of a drafter."""
-
-    def check_num_draft_tokens(self, num_draft_tokens: int) -> None: ...
-
-    def new_session(self) -> "DraftingSession": ...
-
-
 @dataclass(frozen=True)
 class Step:
-    """What one target forward emitted, cut where the answer ends."""
+    """The tokens emitted by one forward pass of the target, truncated at the end of the answer."""
 
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
     texts: tuple[str, ...]
-    """for each token, the text that became certain with it"""
+    """The text that each token adds."""
     draft_token_ids: tuple[int, ...] = ()
     draft_gaps: tuple[float, ...] = ()
-    """how sure the drafter was: its top-two logit gap at each draft token"""
+    """The drafter's margin at each draft token: its logit minus the second best."""
     num_accepted: int = 0
-    """draft tokens the target keeps, those beyond the end of the answer included, as vLLM counts them"""
+    """Accepted draft tokens, including those after the end of the answer, as vLLM counts them."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -67,69 +58,64 @@ class Step:
 
 
 def decode(
-    target: "HFTarget",
+    target: HFTarget,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     *,
-    drafter: StartsDrafting | None = None,
+    drafter: Drafter | None = None,
     num_draft_tokens: int = 0,
-    sample_drafts: bool = False,
 ) -> Iterator[Step]:
-    """Answer one prompt, a step at a time; closing the iterator ends the request.
+    """Answer one prompt step by step. Closing the iterator ends the request.
 
-    Without a drafter, or with `num_draft_tokens` 0, every step emits one token; a number in `params` takes the place
-    of `num_draft_tokens`. `sample_drafts` draws the drafts from the drafter's distribution instead of taking its
-    likeliest tokens; the answer's distribution is the same.
+    Without a drafter, or with `num_draft_tokens` 0, every step emits one token. `params.num_draft_tokens` takes
+    precedence over `num_draft_tokens`.
     """
     check_prompt(target, prompt_ids)
     num_draft_tokens = _check_params(params, drafter, num_draft_tokens)
     check_token_ids(params, target.vocab_size)
-    request = _Request(target, list(prompt_ids), params, sample_drafts and not params.is_greedy)
+    request = _Request(target, list(prompt_ids), params)
     if drafter is None or num_draft_tokens == 0:
         return request.run(None, 0)
     drafter.check_num_draft_tokens(num_draft_tokens)
-    return request.run(drafter.new_session(), num_draft_tokens)
+    return request.run(DraftingSession(drafter), num_draft_tokens)
 
 
-def check_prompt(target: "HFTarget", prompt_ids: Sequence[int]) -> None:
+def check_prompt(target: HFTarget, prompt_ids: Sequence[int]) -> None:
     if not prompt_ids:
-        raise RequestError("the prompt is empty", hint="give at least one token of text")
+        raise RequestError("the prompt is empty", hint="pass at least one token")
     if len(prompt_ids) >= target.max_length:
         raise RequestError(
-            f"the prompt has {len(prompt_ids)} tokens, but target {target.name!r} holds {target.max_length} "
-            "with the answer",
+            f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer: the context of target "
+            f"{target.name!r} is {target.max_length} tokens",
             hint="shorten the prompt",
         )
     if max(prompt_ids) >= target.vocab_size or min(prompt_ids) < 0:
         raise RequestError(f"prompt token ids must lie between 0 and {target.vocab_size - 1}")
 
 
-def _check_params(params: SamplingParams, drafter: StartsDrafting | None, num_draft_tokens: int) -> int:
-    """Refuse what only the engine gives; the number of draft tokens that counts."""
+def _check_params(params: SamplingParams, drafter: Drafter | None, num_draft_tokens: int) -> int:
+    """Refuse parameters that only the engine supports; return the number of draft tokens to use."""
     if params.n > 1:
-        raise RequestError(f"this decoder gives one answer, got n = {params.n}", hint="peagle.LLM gives several")
+        raise RequestError(f"peagle.decode gives one answer, got n={params.n}", hint="use peagle.LLM")
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(params, name) is not None:
-            raise RequestError(
-                f"this decoder reports no log-probabilities, got {name} = {getattr(params, name)}",
-                hint="peagle.LLM does",
-            )
+        if (value := getattr(params, name)) is not None:
+            message = f"peagle.decode does not report log-probabilities, got {name}={value}"
+            raise RequestError(message, hint="use peagle.LLM")
     wanted = params.num_draft_tokens
     if wanted is None:
         return num_draft_tokens
     if wanted and drafter is None:
-        raise RequestError(f"num_draft_tokens is {wanted}, but there is no drafter", hint="give one, or leave it out")
-    if wanted > num_draft_tokens > 0:  # as an engine that was started with fewer would
+        raise RequestError(f"num_draft_tokens={wanted} needs a drafter", hint="pass drafter=, or leave it out")
+    if wanted > num_draft_tokens > 0:  # the engine's rule
         raise RequestError(
-            f"num_draft_tokens must be at most {num_draft_tokens}, got {wanted}",
-            hint="decode with more, or ask for fewer",
+            f"num_draft_tokens must be at most {num_draft_tokens}, got {wanted}", hint="lower it, or raise decode()'s"
         )
     return wanted
 
 
 class _Request:
-    def __init__(self, target: "HFTarget", token_ids: list[int], params: SamplingParams, sample_drafts: bool) -> None:
-        self.target, self.token_ids, self.params, self.sample_drafts = target, token_ids, params, sample_drafts
+    def __init__(self, target: HFTarget, token_ids: list[int], params: SamplingParams) -> None:
+        self.target, self.token_ids, self.params = target, token_ids, params
         self.num_prompt_tokens = len(token_ids)
         self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else target.eos_token_ids)
         self.guide = None if params.grammar is None else make_guide(target, params.grammar)
@@ -137,7 +123,7 @@ class _Request:
         self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
 
     @torch.no_grad()
-    def run(self, session: "DraftingSession | None", num_draft_tokens: int) -> Iterator[Step]:
+    def run(self, session: DraftingSession | None, num_draft_tokens: int) -> Iterator[Step]:
         cache = self.target.new_cache()
         output = self.target.forward(self._tensor(self.token_ids)[None], cache)
         _, next_token = self._decide(output.logits_BTV[0, -1:], None)
@@ -145,10 +131,10 @@ class _Request:
         known_aux_TA = output.aux_hidden_BTA[0]
         while step.finish_reason is None:
             draft = None
-            # Near the end of the context there may be no room left to verify a whole draft.
+            # Near the end of the context there may be no room to verify a whole draft.
             num_drafts = min(num_draft_tokens, self.target.max_length - len(self.token_ids))
             if session is not None and num_drafts > 0:
-                draft = self._draft(session, known_aux_TA, num_drafts)
+                draft = session.draft(self.token_ids[session.num_anchors :], known_aux_TA, num_drafts)
             draft_token_ids = draft.token_ids if draft else ()
             row = self._tensor([self.token_ids[-1], *draft_token_ids])
             output = self.target.forward(row[None], cache)
@@ -158,26 +144,10 @@ class _Request:
             known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]
             accepted: list[TokenKind] = ["accepted"] * num_accepted
             last: TokenKind = "bonus" if num_accepted == len(draft_token_ids) else "recovered"
-            step = self._commit(
-                (*draft_token_ids[:num_accepted], next_token),
-                (*accepted, last if draft else "plain"),
-                draft,
-                num_accepted,
-            )
-            yield step
+            token_ids, kinds = (*draft_token_ids[:num_accepted], next_token), (*accepted, last if draft else "plain")
+            yield (step := self._commit(token_ids, kinds, draft, num_accepted))
 
-    def _draft(self, session: "DraftingSession", aux_hidden_TA: Tensor, num_draft_tokens: int) -> "Draft":
-        newest = self.token_ids[session.num_anchors :]
-        if not self.sample_drafts:
-            return session.draft(newest, aux_hidden_TA, num_draft_tokens)
-
-        def choose(probs_KU: Tensor, position: int) -> Tensor:
-            positions_K = torch.arange(position, position + len(probs_KU), device=probs_KU.device)
-            return draw(probs_KU, uniform(self._tensor([self.params.seed]), positions_K, STREAM_DRAFT))
-
-        return session.draft(newest, aux_hidden_TA, num_draft_tokens, choose, self.params.temperature)
-
-    def _decide(self, logits_LV: Tensor, draft: "Draft | None") -> tuple[int, int]:
+    def _decide(self, logits_LV: Tensor, draft: Draft | None) -> tuple[int, int]:
         """How many draft tokens are accepted, and the token after them."""
         params = self.params
         draft_token_ids = draft.token_ids if draft else ()
@@ -189,14 +159,11 @@ class _Request:
         else:
             probs_BLV = target_probs(logits_LV[None], params.temperature, params.top_k, params.top_p, params.min_p)
             key = (self._tensor([params.seed]), self._tensor([len(self.token_ids)]))
-            if draft is not None and draft.probs_KV is not None:
-                result = verify_sampled(probs_BLV, draft.probs_KV[None], *drafts, *key)
-            else:
-                result = verify_deterministic(probs_BLV, *drafts, *key)
+            result = verify_deterministic(probs_BLV, *drafts, *key)
         return int(result.num_accepted_B), int(result.next_token_B)
 
     def _adjust(self, logits_LV: Tensor, draft_token_ids: Sequence[int]) -> Tensor:
-        """Row j is judged as if the first j draft tokens were part of the answer already."""
+        """Apply biases, penalties and the grammar. Row j treats the first j draft tokens as part of the answer."""
         prompt_ids, answer_ids = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
         rows = []
         for row, logits_V in enumerate(logits_LV):
@@ -213,10 +180,10 @@ class _Request:
         self,
         token_ids: tuple[int, ...],
         kinds: tuple[TokenKind, ...],
-        draft: "Draft | None" = None,
+        draft: Draft | None = None,
         num_accepted: int = 0,
     ) -> Step:
-        """Append the tokens up to the end of the answer, if it lies among them."""
+        """Append the tokens, up to the end of the answer if it is among them."""
         texts: list[str] = []
         finish_reason: FinishReason | None = None
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Where an answer ends: end tokens, stop strings, the token limit, each exact to the token even inside a draft."""
+"""Decide where an answer ends: end tokens, stop strings, token limit, exact to the token even inside a draft."""
 
 from typing import Literal
 
@@ -9,9 +9,9 @@ FinishReason = Literal["stop", "length"]
 
 
 class StopCheck:
-    """Follows one answer token by token; text that may yet turn into a stop string is held back.
+    """Follows one answer token by token. Holds back text that may become a stop string.
 
-    `max_length` is the most tokens the text may have in all, `num_prompt_tokens` of which are there already.
+    `max_length` limits the whole sequence, of which `num_prompt_tokens` are the prompt.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class StopCheck:
         self._detokenizer = detokenizer
         self._held = ""
         self._num_protected = 0
-        """characters of the held text in which no stop string may end"""
+        """Characters of the held text in which no stop string may end."""
 
     def add(self, token_id: int) -> tuple[str, FinishReason | None]:
-        """Text that became certain with this token, and why the answer ends here, if it does.
+        """The text to emit after this token, and the finish reason if the answer ends here.
 
-        A stop string is not part of the text, whatever token it ends in; an end token is not either.
+        Neither a stop string nor an end token is part of the text.
         """
         self._num_left -= 1
         is_stop_token = token_id in self._stop_ids
@@ -60,7 +60,7 @@ class StopCheck:
         return self._held.find(stop, max(0, self._num_protected - len(stop) + 1))
 
     def _num_undecided(self) -> int:
-        """Length of the longest end of the held text that some stop string begins with."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length

@@ -1,46 +1,39 @@
-"""Deciding which draft tokens the target keeps, and the one token that comes after them.
+"""Verify draft tokens: how many the target accepts, and the one token it emits after them.
 
     accepted    a draft token that the target keeps
-    recovered   the token that takes the place of the first draft token that is not kept
-    bonus       the token after a draft that is kept whole
+    recovered   the target's token in place of the first rejected draft token
+    bonus       the target's token after a fully accepted draft
 
-A step emits the accepted tokens and then exactly one more, recovered or bonus, so it emits at least one token. A
-request without draft tokens gets its plain next token as the bonus.
+A step emits the accepted tokens plus exactly one more, recovered or bonus. A request without draft tokens gets its
+plain next token as the bonus.
 
-Legend: B requests, K draft tokens (columns; request b uses the first num_draft_B[b]), L = K + 1, V vocabulary.
-Row j of a target tensor [B, L, V] is the target's opinion after the text and the first j draft tokens: it judges draft
-token j, and row num_draft_B[b] yields the bonus. What lies beyond num_draft_B[b] is padding: ids and probabilities
-there may be anything. K may be 0.
+Legend: B requests, K draft tokens (request b uses the first num_draft_B[b], the rest is padding), L = K + 1, V
+vocabulary. Row j of a target tensor [B, L, V] follows the text and the first j draft tokens: it verifies draft token j,
+and row num_draft_B[b] yields the bonus. K may be 0.
 
-A worked example with three tokens. The target wants 1, then 2, then 0; the draft (1, 2) is kept whole and earns the
-bonus 0, the draft (1, 1) is cut after one token and 2 is recovered, and (2, 2) fails at once although its second token
-looks right:
+Greedy. The target wants tokens 1, 2, 0. The draft (1, 2) is fully accepted and earns the bonus 0. The draft (1, 1) is
+rejected at its second token, and 2 is recovered. The draft (2, 2) is rejected at once, though its second token matches:
 
 >>> import torch
->>> from peagle.decoding.verify import verify_greedy, verify_sampled
+>>> from peagle.decoding.verify import verify_deterministic, verify_greedy
 >>> target_logits_LV = torch.tensor([[0.0, 9.0, 1.0], [0.0, 1.0, 9.0], [9.0, 0.0, 1.0]])
 >>> draft_tokens_BK = torch.tensor([[1, 2], [1, 1], [2, 2]])
 >>> result = verify_greedy(target_logits_LV.expand(3, 3, 3), draft_tokens_BK, torch.tensor([2, 2, 2]))
 >>> result.num_accepted_B.tolist(), result.next_token_B.tolist()
 ([2, 1, 0], [0, 2, 1])
 
-Sampled: the target gives the tokens (0.5, 0.3, 0.2), the drafter gave them (0.2, 0.6, 0.2) and drew token 1. It is kept
-with probability 0.3 / 0.6 = 0.5. Otherwise max(target - draft, 0) = (0.3, 0, 0) leaves only token 0 to recover. Over
-many seeds half of the drafts are accepted, and what is recovered is always token 0:
+Sampled. The target's distribution is (0.5, 0.3, 0.2) and the draft is token 1. Over many seeds it is accepted with
+probability 0.3, and the recovered token is 0 or 2 in the ratio 5 : 2, so the emitted token follows the target exactly:
 
 >>> seed_B = torch.arange(10_000)
 >>> target_probs_BLV = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]).expand(10_000, 2, 3)
->>> draft_probs_BKV = torch.tensor([[0.2, 0.6, 0.2]]).expand(10_000, 1, 3)
 >>> ones_B = torch.ones_like(seed_B)
->>> result = verify_sampled(target_probs_BLV, draft_probs_BKV, ones_B.unsqueeze(1), ones_B, seed_B, position_B=ones_B)
->>> round(result.num_accepted_B.double().mean().item(), 2)
-0.5
->>> result.next_token_B[result.num_accepted_B == 0].unique().tolist()
-[0]
->>> result.next_token_B[result.num_accepted_B == 1].unique().tolist()
-[2]
-
-Drafting token 1 six times in ten, the step begins with token 1 in 0.6 * 0.5 = 0.3 of the cases, as the target wants.
+>>> result = verify_deterministic(target_probs_BLV, ones_B.unsqueeze(1), ones_B, seed_B, position_B=ones_B)
+>>> is_accepted_B = result.num_accepted_B == 1
+>>> round(is_accepted_B.double().mean().item(), 2), result.next_token_B[is_accepted_B].unique().tolist()
+(0.3, [2])
+>>> [round((result.next_token_B[~is_accepted_B] == token).double().mean().item(), 1) for token in range(3)]
+[0.7, 0.0, 0.3]
 """
 
 from typing import NamedTuple
@@ -48,21 +41,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.decoding.sampling import STREAM_ACCEPT, STREAM_DRAW, STREAM_RECOVER, draw, uniform
+from peagle.kernels.choose import draw
+from peagle.kernels.random_numbers import STREAM_DRAW, uniform
 
 
 class Verification(NamedTuple):
-    """What a step emits for each request: its first `num_accepted_B` draft tokens, then `next_token_B`. Both int64.
-
-    The next token is recovered where fewer draft tokens were accepted than there were, and bonus elsewhere.
-    """
+    """A step emits the first `num_accepted_B` draft tokens of each request, then `next_token_B`. Both are int64."""
 
     num_accepted_B: Tensor
     next_token_B: Tensor
 
 
 def verify_greedy(target_logits_BLV: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
-    """Keep draft tokens while they are the target's most likely ones; the lowest id wins among equal logits."""
+    """Accept draft tokens while they are the target's most likely ones; the lowest id wins among equal logits."""
     return keep_matches(target_logits_BLV.argmax(-1), draft_tokens_BK, num_draft_B)
 
 
@@ -71,89 +62,24 @@ def verify_deterministic(
 ) -> Verification:
     """Exact rejection sampling for drafts that are a function of the text, such as a drafter's most likely tokens.
 
-    `position_B` is the position of the first token to be decided, that of draft token 0. At every position a token is
-    drawn from the target, and draft tokens are kept while they equal the draw.
+    Draws a token from the target at every position and accepts draft tokens while they equal the draw. `position_B` is
+    the position of the first draft token.
 
-    This is the rejection sampler for a point mass. With draft probability 1 on token x, x must be accepted with
-    probability min(1, target(x) / 1) = target(x), which is how often the draw equals x. On rejection the token must
-    come from max(target - draft, 0), that is from the target without x, which is how a draw is distributed once it is
-    known to differ from x. So the draw decides and recovers in one.
+    This is the rejection sampler for a point mass. A draft x with draft probability 1 must be accepted with probability
+    target(x), which is how often the draw equals x. After a rejection the token must come from the target without x,
+    which is the distribution of a draw that differs from x. So one draw both verifies and recovers.
 
-    The emitted tokens are the draws themselves, and the draw at a position depends on the text, the seed and the
-    position alone. So a seeded answer depends neither on K, nor on the drafter, nor on the batch: it is the answer of
-    plain decoding.
+    The draw depends only on the text, the seed and the position. So a seeded answer is the same with any K, any
+    drafter and any batch: it equals plain decoding.
     """
-    num_rows = target_probs_BLV.shape[1]
-    uniform_BL = uniform(seed_B.unsqueeze(1), _positions(position_B, num_rows), STREAM_DRAW)
-    return keep_matches(draw(target_probs_BLV, uniform_BL), draft_tokens_BK, num_draft_B)
-
-
-def verify_sampled(
-    target_probs_BLV: Tensor,
-    draft_probs_BKV: Tensor,
-    draft_tokens_BK: Tensor,
-    num_draft_B: Tensor,
-    seed_B: Tensor,
-    position_B: Tensor,
-) -> Verification:
-    """Exact rejection sampling for draft tokens that were drawn from `draft_probs_BKV` (stream `STREAM_DRAFT`).
-
-    A draft token is accepted with probability min(1, target / draft). A recovered token is drawn from
-    max(target - draft, 0), a bonus token from the target with the number plain decoding would use at that position.
-    `position_B` is the position of the first token to be decided.
-
-    The distribution of the text is the target's, but unlike with `verify_deterministic` a seeded answer changes with K
-    and the drafter. Numbers are used again when a position is drafted a second time, after a cut before it; that is
-    sound because what was emitted until then depends on the numbers of earlier positions only.
-
-    Impossible draft tokens are judged by the same rule: draft probability 0 is accepted if the target allows the token
-    at all. Where nothing remains to recover from, the target itself is used.
-    """
-    num_columns = draft_tokens_BK.shape[1]
-    is_draft_BK = _is_draft(draft_tokens_BK, num_draft_B)
-    token_BK1 = draft_tokens_BK.masked_fill(~is_draft_BK, 0).unsqueeze(2)
-    target_prob_BK = target_probs_BLV[:, :num_columns].gather(2, token_BK1).squeeze(2)
-    draft_prob_BK = draft_probs_BKV.gather(2, token_BK1).squeeze(2)
-    accept_BK = uniform(seed_B.unsqueeze(1), _positions(position_B, num_columns), STREAM_ACCEPT)
-    # The product form of accept < target / draft needs no division by zero, and rejects 0 / 0.
-    num_accepted_B = _num_leading((accept_BK * draft_prob_BK < target_prob_BK) & is_draft_BK)
-
-    is_bonus_B = num_accepted_B >= num_draft_B
-    next_position_B = position_B + num_accepted_B
-    next_uniform_B = torch.where(
-        is_bonus_B, uniform(seed_B, next_position_B, STREAM_DRAW), uniform(seed_B, next_position_B, STREAM_RECOVER)
-    )
-    target_BV = _row(target_probs_BLV, num_accepted_B)
-    if num_columns == 0:
-        return Verification(num_accepted_B, draw(target_BV, next_uniform_B))
-    residual_BV = (target_BV - _row(draft_probs_BKV, num_accepted_B.clamp(max=num_columns - 1))).clamp(min=0)
-    use_target_B = is_bonus_B | (residual_BV.amax(-1) <= 0)
-    next_token_B = draw(torch.where(use_target_B.unsqueeze(1), target_BV, residual_BV), next_uniform_B)
-    return Verification(num_accepted_B, next_token_B)
-
-
-def _positions(position_B: Tensor, num_columns: int) -> Tensor:
-    return position_B.unsqueeze(1) + torch.arange(num_columns, device=position_B.device)
-
-
-def _is_draft(draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Tensor:
-    columns_K = torch.arange(draft_tokens_BK.shape[1], device=draft_tokens_BK.device)
-    return columns_K < num_draft_B.unsqueeze(1)
-
-
-def _num_leading(is_kept_BK: Tensor) -> Tensor:
-    """How many columns are True before the first False, int64."""
-    return is_kept_BK.to(torch.int64).cumprod(1).sum(1)
-
-
-def _row(rows_BNV: Tensor, row_B: Tensor) -> Tensor:
-    """Row row_B[b] of each request, [B, V]."""
-    index_B1V = row_B.view(-1, 1, 1).expand(-1, 1, rows_BNV.shape[2])
-    return rows_BNV.gather(1, index_B1V).squeeze(1)
+    position_BL = position_B.unsqueeze(1) + torch.arange(target_probs_BLV.shape[1], device=position_B.device)
+    draws_BL = draw(target_probs_BLV, uniform(seed_B.unsqueeze(1), position_BL, STREAM_DRAW))
+    return keep_matches(draws_BL, draft_tokens_BK, num_draft_B)
 
 
 def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
-    """Keep draft tokens while they equal the wanted ones; the next token is the wanted one after the kept ones."""
-    is_match_BK = wanted_BL[:, : draft_tokens_BK.shape[1]] == draft_tokens_BK
-    num_accepted_B = _num_leading(is_match_BK & _is_draft(draft_tokens_BK, num_draft_B))
+    """Accept draft tokens while they equal the wanted ones. The next token is the wanted one after them."""
+    column_K = torch.arange(draft_tokens_BK.shape[1], device=draft_tokens_BK.device)
+    is_match_BK = (wanted_BL[:, : len(column_K)] == draft_tokens_BK) & (column_K < num_draft_B.unsqueeze(1))
+    num_accepted_B = is_match_BK.to(torch.int64).cumprod(1).sum(1)
     return Verification(num_accepted_B, wanted_BL.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1))

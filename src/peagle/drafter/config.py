@@ -1,4 +1,4 @@
-"""What a drafter is made of. Plain data: no torch, no files (`config_json.py` maps it to and from vLLM's form)."""
+"""A drafter's configuration, as plain data. `checkpoint/config_json.py` reads and writes vLLM's config.json."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Any, Literal
 from peagle.errors import ConfigError
 
 USUAL_NUM_DRAFT_TOKENS = 7
-"""What served the embedded target best."""
+"""The best value measured for the embedded target."""
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Shape and switches of one drafter; the same network drafts in parallel (P-EAGLE) or one by one (EAGLE-3)."""
+    """Shape and switches of a drafter. The same network drafts in parallel (P-EAGLE) or one by one (EAGLE-3)."""
 
     hidden_size: int
     intermediate_size: int
@@ -21,41 +21,41 @@ class DrafterConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    """rows of the embedding: the target's vocabulary"""
+    """Rows of the embedding: the target's vocabulary."""
     draft_vocab_size: int
-    """rows of the head; smaller than `vocab_size` only with a `d2t` table"""
+    """Rows of the head; smaller than `vocab_size` only with a `d2t` table."""
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...]
-    """target layers whose ENTERING residual stream is read, ascending"""
+    """Target layers whose ENTERING residual stream the drafter reads, ascending."""
     parallel: bool = True
-    """P-EAGLE (all draft tokens in one pass) or EAGLE-3 (one pass a token)"""
+    """True: P-EAGLE, all draft tokens in one pass. False: EAGLE-3, one pass per draft token."""
     mask_token_id: int | None = None
-    """the token fed at depth > 0; needed when `parallel`"""
+    """The token fed at depth > 0; required if `parallel`."""
     num_draft_tokens: int | None = None
-    """most draft tokens the drafter was trained for; None when its makers did not say"""
+    """The most draft tokens it was trained for; None if unknown."""
     advised_draft_tokens: int | None = None
-    """draft tokens a step that its makers advise; None when they did not say"""
+    """Recommended draft tokens per step; None if unknown."""
     fc_norm: bool = False
-    """a norm for each aux state before `fc`"""
+    """Norm each aux state before `fc`."""
     norm_before_fc: bool = False
-    """one norm over the concatenated aux states before `fc`"""
+    """Norm the concatenated aux states before `fc`."""
     norm_before_residual: bool = False
-    """layer 0 carries the normed, not the raw, fused state as its residual"""
+    """Layer 0's residual is the normed fused state, not the raw one."""
     norm_output: bool = False
-    """EAGLE-3: the next step is fed the final-normed state, not the raw one"""
+    """EAGLE-3 feeds back the final normed state, not the raw one."""
     attention_bias: bool = False
     qk_norm: bool = False
-    """a norm over each head's query and key before the rotary embedding, as Qwen3 has it"""
+    """Norm each head's query and key before the rotary embedding, as in Qwen3."""
     sliding_window: int = 0
-    """positions that the layers of `sliding_layers` look back, their own included; 0: no layer has a window"""
+    """Window of the layers in `sliding_layers`, their own position included; 0 for none."""
     sliding_layers: tuple[int, ...] = ()
-    """numbers of the drafter's layers that see only their window; the others see the whole text"""
+    """Indices of the drafter's layers that have the window; the others attend to the whole text."""
     rms_norm_eps: float = 1e-5
     max_length: int = 8192
-    """positions the rotary embedding must cover"""
+    """Positions that the rotary embedding covers."""
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     embeddings: Literal["shared", "own"] = "shared"
-    """shared: the target's table, except for a mask row of the drafter's own"""
+    """shared: the target's table; only the mask token has its own row."""
     head: Literal["shared", "own"] = "shared"
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class DrafterConfig:
         if self.parallel and self.mask_token_id is None:
             raise ConfigError(
                 "a parallel drafter needs mask_token_id, the token fed to its placeholders",
-                hint="choose a vocabulary id that no text uses",
+                hint="choose an id that no text uses",
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ConfigError(f"mask_token_id must be between 0 and {self.vocab_size - 1}, got {self.mask_token_id}")
@@ -91,7 +91,7 @@ class DrafterConfig:
         if bool(layers) != bool(self.sliding_window) or self.sliding_window < 0:
             raise ConfigError(
                 f"sliding_window {self.sliding_window} and sliding_layers {list(layers)} do not belong together",
-                hint="give both a positive window and the layers that have it, or neither",
+                hint="set both, or neither",
             )
         if tuple(sorted(set(layers))) != layers or any(not 0 <= layer < self.num_layers for layer in layers):
             raise ConfigError(
@@ -99,7 +99,7 @@ class DrafterConfig:
             )
 
     def window(self, layer: int) -> int:
-        """Positions that a layer looks back, its own included; 0: all."""
+        """A layer's sliding window, its own position included; 0 for none."""
         return self.sliding_window if layer in self.sliding_layers else 0
 
     @property
@@ -109,10 +109,7 @@ class DrafterConfig:
 
     @property
     def usual_num_draft_tokens(self) -> int:
-        """Draft tokens a step where nobody gives a number: those that are advised, else the usual ones.
-
-        Never more than it was trained for.
-        """
+        """Draft tokens per step by default: the recommended number, at most what it was trained for."""
         wanted = self.advised_draft_tokens or USUAL_NUM_DRAFT_TOKENS
         return min(wanted, self.num_draft_tokens or wanted)
 
@@ -121,12 +118,12 @@ class DrafterConfig:
         return "p-eagle" if self.parallel else "eagle3"
 
     def depths_within(self, wanted: Iterable[int]) -> tuple[int, ...]:
-        """Those of `wanted` numbers of draft tokens that the drafter was trained for."""
+        """The numbers of draft tokens in `wanted` that the drafter was trained for."""
         limit = self.num_draft_tokens
         return tuple(depth for depth in wanted if limit is None or depth <= limit)
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
-        """Refuse a draft depth the drafter cannot serve well: acceptance falls to nothing beyond the trained depth."""
+        """Refuse more draft tokens than it was trained for: acceptance drops to zero beyond."""
         limit = self.num_draft_tokens
         if num_draft_tokens < 1 or (limit is not None and num_draft_tokens > limit):
             allowed = "at least 1" if limit is None else f"between 1 and {limit}, the depth it was trained for"

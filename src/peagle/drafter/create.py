@@ -1,6 +1,6 @@
-"""A new drafter for a target: its shape taken from the target's, its weights from the target's last layers or noise."""
+"""Create an untrained drafter for a target: its shape from the target, its weights from the last layers or noise."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,24 +9,22 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import check_offsets, choose_mask_token_id
 from peagle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from peagle.targets.hf import HFTarget
+from peagle.targets.hf import HFTarget, norm_scale
 
 WEIGHT_STD = 0.02
 RANDOM_INSTEAD = "use init = random for targets whose layers are not Llama-shaped"
-WIDENED = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")  # twice as wide in the first layer
+WIDENED = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")  # layer 0 reads [embedding, state]
 
 
-def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -> DrafterConfig:
-    """A drafter config of the target's width, heads, rotary embedding and norms; `switches` are the other fields."""
+def config_for_target(target: HFTarget, *, num_layers: int, **switches: Any) -> DrafterConfig:
+    """A config with the target's width, heads, rotary embedding and norms; `switches` set the other fields."""
     config = target.model.config.get_text_config()
-    num_heads = config.num_attention_heads
+    num_heads, size = config.num_attention_heads, getattr(config, "intermediate_size", None)
     if switches.get("mask_token_id") is None and switches.get("parallel", True):
         switches["mask_token_id"] = choose_mask_token_id(target.tokenizer, target.vocab_size)
     return DrafterConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=_intermediate_size(config, target.hidden_size),
+        intermediate_size=size if isinstance(size, int) else 4 * target.hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_of_first_layer(config, "num_key_value_heads") or num_heads,
@@ -43,26 +41,25 @@ def config_for_target(target: "HFTarget", *, num_layers: int, **switches: Any) -
 
 
 def _of_first_layer(config: Any, name: str) -> int | None:
-    """A number of the config, the first layer's where they differ from layer to layer; None where it is silent."""
+    """A number of the config, the first layer's if layers differ; None if it is not set."""
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers refuses the question where layers differ (Gemma-4), with an error of its own
+    except Exception:  # transformers raises its own error if layers differ (Gemma-4)
         return getattr(config.per_layer_config[0], name, None)
 
 
 def create_drafter(
-    target: "HFTarget",
+    target: HFTarget,
     config: DrafterConfig,
     init: Literal["target", "random"],
     seed: int,
     offsets_U: Tensor | None = None,
 ) -> Drafter:
-    """An untrained drafter in float32 on the target's device, the same for a seed wherever that is.
+    """An untrained drafter in float32 on the target's device. A seed gives the same weights on any device.
 
-    A draft vocabulary smaller than the target's is that of `offsets_U` (see `draft_to_target`), by default its first
-    tokens.
+    `offsets_U` (see `draft_to_target`) defines a draft vocabulary smaller than the target's; by default its first ids.
     """
-    with torch.device("cpu"):  # every device draws other numbers from a seed
+    with torch.device("cpu"):  # each device type draws different numbers from a seed
         drafter, noise = Drafter(config, target.embedding_VD, target.head_VD), torch.Generator().manual_seed(seed)
     if offsets_U is not None:
         check_offsets(offsets_U, config.vocab_size)
@@ -86,31 +83,31 @@ def create_drafter(
     return drafter
 
 
-def check_copies(target: "HFTarget", config: DrafterConfig) -> None:
-    """Refuse a drafter whose layers cannot start as copies of the target's last ones. Nothing is allocated."""
+def check_copies(target: HFTarget, config: DrafterConfig) -> None:
+    """Refuse a drafter whose layers cannot start as copies of the target's. Allocates nothing."""
     with torch.device("meta"):
         drafter = Drafter(config, target.embedding_VD, target.head_VD)
     with torch.no_grad():
         _copy_last_layers(drafter, target)
 
 
-def _copy_last_layers(drafter: Drafter, target: "HFTarget") -> None:
-    """Start every layer as a copy of the target's last ones, fed with its last aux state.
+def _copy_last_layers(drafter: Drafter, target: HFTarget) -> None:
+    """Start the layers as copies of the target's last ones, fed with its last aux state.
 
-    The first layer's attention takes a copy of the target's for the half of its input that is a state, and noise for
-    the half that is an embedding.
+    The first layer's attention copies the target's weights for the state half of its input and keeps noise for the
+    embedding half.
     """
     size, num_layers = drafter.config.hidden_size, len(drafter.layers)
     if num_layers > target.num_layers:
         raise ConfigError(
-            f"a drafter of {num_layers} layers cannot start from a target of {target.num_layers}",
+            f"a drafter of {num_layers} layers cannot start from a target of {target.num_layers} layers",
             hint="use fewer layers, or init = random",
         )
     for index, (layer, source) in enumerate(zip(drafter.layers, target.layers[-num_layers:], strict=True)):
         weights = _llama_weights(target, source)
         for name, weight in layer.state_dict().items():
             if index == 0 and name == "input_layernorm.weight":
-                continue  # it norms the embedding, which the target's layers never read
+                continue  # norms the embedding; the target's layers have no such norm
             source_name = "input_layernorm.weight" if name == "hidden_norm.weight" else name
             part = weight[:, size:] if index == 0 and name in WIDENED else weight
             if source_name not in weights or weights[source_name].shape != part.shape:
@@ -120,20 +117,18 @@ def _copy_last_layers(drafter: Drafter, target: "HFTarget") -> None:
                 )
             part.copy_(weights[source_name])
     drafter.norm.weight.copy_(target.final_norm_weight)
-    state_scale = _aux_scale(target)
-    drafter.fc.weight[:, -size:] += torch.eye(size, device=drafter.fc.weight.device) * (
-        state_scale if drafter.config.fc_norm or drafter.config.norm_before_fc else 1.0
-    )
+    state_scale = _aux_scale(target) if drafter.config.fc_norm or drafter.config.norm_before_fc else 1.0
+    drafter.fc.weight[:, -size:] += torch.eye(size, device=drafter.fc.weight.device) * state_scale
 
 
 def _start_as(weight: Tensor, source: Tensor) -> None:
-    """Copy a table of the target's where it fits; a drafter of another width keeps its noise."""
+    """Copy a table of the target if the shapes match; otherwise keep the noise."""
     if weight.shape == source.shape:
         weight.copy_(source)
 
 
-def _llama_weights(target: "HFTarget", source: nn.Module) -> dict[str, Tensor]:
-    """A target layer's tensors, norms as what they multiply by. Layers whose norms sit elsewhere are refused."""
+def _llama_weights(target: HFTarget, source: nn.Module) -> dict[str, Tensor]:
+    """A target layer's tensors, with the effective scales of its norms. Refuses layers without Llama's two norms."""
     weights = source.state_dict()
     norms = {name for name in weights if "norm" in name and not name.startswith("self_attn.")}
     if norms != {"input_layernorm.weight", "post_attention_layernorm.weight"}:
@@ -142,28 +137,20 @@ def _llama_weights(target: "HFTarget", source: nn.Module) -> dict[str, Tensor]:
             "so the drafter cannot start from them",
             hint=RANDOM_INSTEAD,
         )
-    return weights | {name: target.norm_scale(source.get_submodule(name.removesuffix(".weight"))) for name in norms}
+    return weights | {name: norm_scale(source.get_submodule(name.removesuffix(".weight"))) for name in norms}
 
 
-def _intermediate_size(config: Any, hidden_size: int) -> int:
-    """The target's, where its config has one number for it; else four times the width."""
-    size = getattr(config, "intermediate_size", None)
-    return size if isinstance(size, int) else 4 * hidden_size
-
-
-def _aux_scale(target: "HFTarget") -> float:
-    """Typical magnitude of the target's last aux state, which a normed one must be scaled back to."""
-    token_ids: Tensor = target.tokenizer("The target's states on this sentence tell their scale.", return_tensors="pt")[
-        "input_ids"
-    ]
-    aux_hidden = target.forward(token_ids.to(target.device)).aux_hidden_BTA[..., -target.hidden_size :]
+def _aux_scale(target: HFTarget) -> float:
+    """Typical magnitude of the target's last aux state, to undo a norm before `fc`."""
+    token_ids: Any = target.tokenizer("The target's states on this sentence tell their scale.")["input_ids"]
+    aux_hidden = target.aux_hidden(torch.tensor([token_ids], device=target.device))[..., -target.hidden_size :]
     return float(aux_hidden.float().square().mean(-1).sqrt().median())
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The target's rotary settings; of the kinds a per-layer-type model has, the full-attention one.
+    """The target's rotary settings, those of full attention if they differ by layer type.
 
-    A target that rotates a part of each head lends only its base: drafters rotate whole heads.
+    Drafters rotate whole heads, so only the base of a partial rotation is kept.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:

@@ -1,6 +1,14 @@
-"""The drafter network: a Llama-shaped decoder whose first layer also reads the target's states.
+"""The drafter network: a Llama-style decoder whose first layer also reads the target's hidden states.
 
-Module and parameter names are those of vLLM's checkpoint layout, so the state dict needs no renaming.
+    target's aux states [S, A]  -- fuse  -->  states [S, D]      --+
+                                                                   +-->  layer 0  -->  ...  -->  norm  -->  head
+    token ids [S]               -- embed -->  embeddings [S, D]  --+
+
+Each of the S rows is a slot (`slots.py`). Slots of depth 0 read real tokens and states. In a P-EAGLE drafter deeper
+slots read two learned placeholders, `mask_embedding` and `mask_hidden`, so one pass predicts all draft tokens. An
+EAGLE-3 drafter has the same network without placeholders and runs once per draft token.
+
+Module and parameter names are those of vLLM's checkpoints, so the state dict needs no renaming.
 
 Shapes: B rows or requests, S slots (query rows), C cached plus new slots (key rows), D width, H heads, E head width,
 A concatenated aux width, V draft vocabulary.
@@ -18,19 +26,19 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.drafting import DraftingSession
 from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from peagle.drafter.card import DrafterCard
+    from peagle.checkpoint.card import DrafterCard
 
-KeyValues = list[tuple[Tensor, Tensor]]  # one (key, value) pair a layer, each [B, H_kv, C, E]
+KeyValues = list[tuple[Tensor, Tensor]]
+"""The KV cache: one (key, value) pair per layer, each [B, H_kv, C, E]."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer with its memory, [B, H, S, E]: of queries, and of keys and values [B, H_kv, S, E]."""
+"""Attention of one layer over its KV cache, [B, H, S, E], given queries and the new keys and values."""
 
 
 class DrafterOutput(NamedTuple):
-    """`normed_BSD` goes to the head; `carried_BSD` is what EAGLE-3 feeds to its next step."""
+    """`normed_BSD` goes to the head. EAGLE-3 feeds `carried_BSD` to its next pass."""
 
     normed_BSD: Tensor
     carried_BSD: Tensor
@@ -38,10 +46,10 @@ class DrafterOutput(NamedTuple):
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """transformers' rotary embedding, with all its scalings, whose frequencies stay float32 in any precision.
+    """transformers' rotary embedding with all its scalings. Frequencies stay float32 in any dtype.
 
-    Rounded to bfloat16 they would put position 1000 several whole positions off. transformers' look at the longest
-    text of a batch, which some scalings change by, is left out: texts must not depend on their neighbors.
+    Rounded to bfloat16, position 1000 would be several positions off. `inspect.unwrap` removes transformers' dynamic
+    update, which rescales by the longest sequence of a batch: a sequence must not depend on its neighbors.
     """
 
     forward = inspect.unwrap(LlamaRotaryEmbedding.forward)
@@ -84,22 +92,13 @@ class Attention(nn.Module):
 
 
 class DenseMemory:
-    """Attention over the slots of one pass and those of a cache, which `new_cache` extends layer by layer.
+    """Attention over a dense KV cache and the slots of this pass. `new_cache` collects the extended cache.
 
-    `windowed_BSC` is what the layers of `sliding_layers` see of `visible_BSC`.
+    Layers in `windowed` have a mask of their own.
     """
 
-    def __init__(
-        self,
-        visible_BSC: Tensor,
-        cache: KeyValues | None,
-        windowed_BSC: Tensor | None = None,
-        sliding_layers: tuple[int, ...] = (),
-    ) -> None:
-        self.mask = visible_BSC[:, None]
-        self.windowed_mask = None if windowed_BSC is None else windowed_BSC[:, None]
-        self.sliding_layers = sliding_layers
-        self.cache = cache
+    def __init__(self, visible_BSC: Tensor, cache: KeyValues | None, windowed: dict[int, Tensor] | None = None) -> None:
+        self.visible_BSC, self.cache, self.windowed = visible_BSC, cache, windowed or {}
         self.new_cache: KeyValues = []
 
     def layer(self, index: int) -> Attend:
@@ -110,9 +109,9 @@ class DenseMemory:
             cached_key, cached_value = self.cache[layer]
             key, value = torch.cat([cached_key, key], dim=2), torch.cat([cached_value, value], dim=2)
         self.new_cache.append((key, value))
-        # Heads are repeated by hand: torch's fused kernels take a mask or grouped heads, not both.
+        # Repeat heads explicitly: torch's fused kernels take a mask or grouped heads, not both.
         group_size = query.shape[1] // key.shape[1]
-        mask = self.windowed_mask if layer in self.sliding_layers else self.mask
+        mask = self.windowed.get(layer, self.visible_BSC)[:, None]
         return functional.scaled_dot_product_attention(
             query, key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1), attn_mask=mask
         )
@@ -131,7 +130,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer. The first one (`is_first`) attends over [embedding, state] and carries only the state on."""
+    """A decoder layer. The first one (`is_first`) reads [embedding, state]; its residual is the state alone."""
 
     def __init__(self, config: DrafterConfig, is_first: bool) -> None:
         super().__init__()
@@ -143,13 +142,7 @@ class Layer(nn.Module):
         self.hidden_norm = RMSNorm(size, eps) if is_first else None
         self.post_attention_layernorm = RMSNorm(size, eps)
 
-    def forward(
-        self,
-        state: Tensor,
-        embedding: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attend: Attend,
-    ) -> Tensor:
+    def forward(self, state: Tensor, embedding: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         if self.hidden_norm is None:
             attention_input = self.input_layernorm(state)
         else:
@@ -161,7 +154,7 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Drafter of one target. Shared tables are the target's own tensors: read, never trained, never saved."""
+    """A drafter for one target. Shared embedding and head are the target's tensors: never trained, never saved."""
 
     d2t: Tensor
 
@@ -187,12 +180,12 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        # Plain tensors, not parameters: they are the target's and must not appear in the state dict.
+        # Plain tensors, not parameters: the target's tables must not appear in the state dict.
         self._target_embedding, self._target_head = target_embedding.detach(), target_head.detach()
         self.card: DrafterCard | None = None
-        """what its makers say of it, where it was loaded with a card"""
+        """Its drafter card, if it was loaded with one."""
         self.repairs: tuple[str, ...] = ()
-        """what of its files was read in another sense than engines read it, where it was loaded from files"""
+        """Messages about files that were repaired on loading, which other engines would misread."""
         self._served_head: Callable[[Tensor], Tensor] | None = None
         self.rotary = _rotary(config)
 
@@ -210,7 +203,7 @@ class Drafter(nn.Module):
         return self._target_head
 
     def embed(self, token_ids_BS: Tensor) -> Tensor:
-        """Embeddings of tokens; the mask token reads the drafter's own row wherever it appears, as in vLLM."""
+        """Token embeddings. The mask token reads `mask_embedding` wherever it appears, as in vLLM."""
         embedding_BSD = functional.embedding(token_ids_BS, self.embedding_VD)
         if not self.config.parallel:
             return embedding_BSD
@@ -220,7 +213,7 @@ class Drafter(nn.Module):
         return torch.where(is_mask_BS[..., None], self.mask_embedding.to(embedding_BSD.dtype), embedding_BSD)
 
     def fuse(self, aux_hidden_BSA: Tensor) -> Tensor:
-        """Concatenated aux states (or `mask_hidden`) to the drafter's width, through the configured norms."""
+        """Project concatenated aux states (or `mask_hidden`) to the drafter's width, through the configured norms."""
         if self.config.norm_before_fc:
             aux_hidden_BSA = self.input_norm(aux_hidden_BSA)
         if self.config.fc_norm:
@@ -237,31 +230,33 @@ class Drafter(nn.Module):
         cache: KeyValues | None = None,
         key_position_BC: Tensor | None = None,
     ) -> DrafterOutput:
-        """One pass over S slots. Key rows are the cached slots followed by these; the returned cache holds both.
+        """One pass over S slots. Keys are the cached slots followed by these; the returned cache holds both.
 
-        `key_position_BC` tells how far key rows are, for layers that see only a window; without it, cached rows are
-        the positions 0, 1, 2 and so on.
+        `key_position_BC` are the positions of the keys, for layers with a sliding window. By default cached keys have
+        positions 0, 1, 2, ...
         """
-        windowed_BSC = self._within_window(visible_BSC, position_BS, key_position_BC)
-        memory = DenseMemory(visible_BSC, cache, windowed_BSC, self.config.sliding_layers)
+        memory = DenseMemory(visible_BSC, cache, self._windowed(visible_BSC, position_BS, key_position_BC))
         layer_inputs = self.layer_inputs(token_ids_BS, fused_BSD, position_BS)
         normed, carried = self.layer_outputs(self.run_layers(fused_BSD, *layer_inputs, memory.layer))
         return DrafterOutput(normed, carried, memory.new_cache)
 
-    def _within_window(self, visible_BSC: Tensor, position_BS: Tensor, key_position_BC: Tensor | None) -> Tensor | None:
-        """What layers with a window see; None where no layer has one."""
+    def _windowed(
+        self, visible_BSC: Tensor, position_BS: Tensor, key_position_BC: Tensor | None
+    ) -> dict[int, Tensor] | None:
+        """The mask of each sliding-window layer; None if there are none."""
         if not self.config.sliding_layers:
             return None
         if key_position_BC is None:
             num_cached = visible_BSC.shape[2] - position_BS.shape[1]
             cached_BC = torch.arange(num_cached, device=position_BS.device).expand(len(position_BS), -1)
             key_position_BC = torch.cat([cached_BC, position_BS], dim=1)
-        return visible_BSC & (key_position_BC[:, None] > position_BS[:, :, None] - self.config.sliding_window)
+        is_near_BSC = key_position_BC[:, None] > position_BS[:, :, None] - self.config.sliding_window
+        return dict.fromkeys(self.config.sliding_layers, visible_BSC & is_near_BSC)
 
     def layer_inputs(
         self, token_ids_BS: Tensor, fused_BSD: Tensor, position_BS: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What the layers read besides the fused states: embeddings and rotary tables."""
+        """The other inputs of the layers: embeddings, and (cos, sin) of the rotary embedding."""
         return self.embed(token_ids_BS).to(fused_BSD.dtype), self.rotary(fused_BSD, position_BS)
 
     def run_layers(
@@ -271,31 +266,27 @@ class Drafter(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend_in: Callable[[int], Attend],
     ) -> Tensor:
-        """All layers, with whatever memory `attend_in` gives each of them to read and write."""
+        """Run all layers. `attend_in(index)` gives the attention, with its KV cache, of each layer."""
         state_BSD = fused_BSD
         for index, layer in enumerate(self.layers):
             state_BSD = layer(state_BSD, embedding_BSD, rotary, attend_in(index))
         return state_BSD
 
     def layer_outputs(self, state_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The states for the head, and those EAGLE-3 carries on."""
+        """The states for the head, and those that EAGLE-3 feeds to its next pass."""
         normed_BSD = self.norm(state_BSD)
         return normed_BSD, normed_BSD if self.config.norm_output else state_BSD
 
     def logits(self, normed_BSD: Tensor) -> Tensor:
-        """Logits over the draft vocabulary; `to_target_ids` turns its ids into the target's."""
+        """Logits over the draft vocabulary; `to_target_ids` maps its ids to the target's."""
         if self._served_head is not None:
             return self._served_head(normed_BSD)
         return functional.linear(normed_BSD, self.head_VD.to(normed_BSD.dtype))
 
     def serve_head(self, head: Callable[[Tensor], Tensor] | None) -> None:
-        """Let `head` compute the logits: the same product in a faster form, made by who serves. None ends that."""
-        # Not the module itself, if it is one: it would become a part of the drafter, and its weight one of the saved.
+        """Let the engine's faster form of the head compute the logits; None restores the plain one."""
+        # `partial` hides a module from nn.Module: its weight must not enter the state dict.
         self._served_head = head if head is None else partial(head)
-
-    def new_session(self) -> DraftingSession:
-        """Drafting for one request."""
-        return DraftingSession(self)
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
         self.config.check_num_draft_tokens(num_draft_tokens)
@@ -307,14 +298,14 @@ class Drafter(nn.Module):
 
 
 def rotate(x_BHSE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding in the half-split form of the Llama family."""
+    """Apply the rotary embedding in the half-split form of the Llama family."""
     cos_BSE, sin_BSE = rotary
     first, second = x_BHSE.chunk(2, dim=-1)
     return x_BHSE * cos_BSE[:, None] + torch.cat([-second, first], dim=-1) * sin_BSE[:, None]
 
 
 def _rotary(config: DrafterConfig) -> Rotary:
-    """The rotary embedding of a config; settings that transformers cannot compute, or only for a part, are refused."""
+    """The rotary embedding of a config. Refuses settings that transformers does not know, and partial rotation."""
     try:
         rotary = Rotary(
             LlamaConfig(
@@ -327,7 +318,7 @@ def _rotary(config: DrafterConfig) -> Rotary:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"rope_parameters {config.rope_parameters} cannot be used: {error}",
+            f"rope_parameters {config.rope_parameters} are not supported: {error}",
             hint="known rope types: default, linear, dynamic, yarn, longrope, llama3, each with its own keys",
         ) from error
     if 2 * len(rotary.inv_freq) != config.head_dim or config.rope_parameters.get("partial_rotary_factor", 1) != 1:

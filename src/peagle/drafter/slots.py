@@ -1,18 +1,17 @@
-"""Where the drafter's input rows sit, what each one reads, and which others it sees.
-
-Training and serving both lay out their rows here and nowhere else, so they cannot drift apart.
+"""Slots: the drafter's input rows. What each slot reads, where it sits, and which other slots it attends to.
 
 A slot is (anchor, depth). With x the tokens of the text and h the target's aux states:
 
-    depth 0   reads token x[anchor + 1] and state h[anchor]: both are real
-    depth d   reads the mask token and `mask_hidden`: placeholders, the same at every depth
-    position  anchor + depth        what the rotary embedding is given
-    label     anchor + depth + 2    index of the token the slot predicts
+    depth 0   reads token x[anchor + 1] and state h[anchor], both real
+    depth d   reads the mask token and `mask_hidden`, placeholders that are the same at every depth
+    position  anchor + depth        for the rotary embedding
+    label     anchor + depth + 2    index of the token that the slot predicts
 
-A slot sees every depth-0 slot up to its own anchor (the real text) and its own anchor's slots up to its own depth.
+A slot attends to every depth-0 slot up to its own anchor (the real text), and to its own anchor's slots up to its own
+depth. `visible` is this rule as a dense mask, and the reference for every faster form of it.
 
-Serving, three draft tokens. The text is x[0..5]; x[5] was just emitted, so h exists for 0..4. Anchors 0..2 are in
-the drafter's cache from earlier steps; anchors 3 and 4 are new:
+Serving with three draft tokens. The text is x[0..5]. x[5] was just emitted, so h exists for 0..4. Anchors 0..2 are in
+the drafter's KV cache from earlier steps; anchors 3 and 4 are new:
 
 >>> slots = serving_slots(first_anchor=3, num_anchors=2, num_draft_tokens=3)
 >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
@@ -20,14 +19,14 @@ the drafter's cache from earlier steps; anchors 3 and 4 are new:
 >>> slots.position_BS.tolist(), slots.label_BS.tolist()
 ([[3, 4, 5, 6]], [[5, 6, 7, 8]])
 
-The last three rows draft x[6], x[7], x[8] (row 0 only feeds the cache: x[5] is known). What they see is plain
-causal attention over the three cached slots and the four new ones:
+The last three slots draft x[6], x[7] and x[8]. The first one only fills the cache, since x[5] is known. Over the three
+cached and four new slots the mask is plain causal attention:
 
 >>> visible(slots, context_slots(3).followed_by(slots)).int().tolist()
 [[[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]]
 
-Training, four anchors of which 0 and 2 keep two depths and the others one. All depth-0 slots come first, so that
-slot number a is (a, 0); the others follow, each anchor's together:
+Training on four anchors, of which 0 and 2 keep two depths and the others one. Depth-0 slots come first, so slot number
+a is (a, 0). The deeper slots follow, grouped by anchor:
 
 >>> slots = training_slots(torch.tensor([[2, 1, 2, 1]]))
 >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
@@ -40,11 +39,12 @@ slot number a is (a, 0); the others follow, each anchor's together:
   [1, 0, 0, 0, 1, 0],
   [1, 1, 1, 0, 0, 1]]]
 
-Slot (2, 1), the last row, sees the real text up to anchor 2 and itself, and not (0, 1): exactly what it will see
-when it is served from anchor 2.
+Slot (2, 1), the last row, attends to the text up to anchor 2 and to itself, but not to (0, 1). Serving from anchor 2
+shows it exactly the same. The trainer arranges its slots in segments (`objective/partition.py`) and computes this mask
+by blocks (`objective/attention.py`); tests compare both with `training_slots` and `visible`.
 
-Training rows hold several documents, each with slots as if it were alone. Two of three tokens, 0..2 and 3..5, of
-which the first anchor keeps two depths each; anchors are columns of the row, positions begin anew:
+A training row holds several documents. Anchors are columns of the row; positions restart with each document. Two
+documents of three tokens, columns 0..2 and 3..5, whose first anchor keeps two depths:
 
 >>> slots = training_slots(torch.tensor([[2, 0, 0, 2, 0, 0]]), start_BT=torch.tensor([[0, 0, 0, 3, 3, 3]]))
 >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
@@ -54,7 +54,7 @@ which the first anchor keeps two depths each; anchors are columns of the row, po
 >>> visible(slots, slots)[0, -1].int().tolist()
 [0, 0, 0, 1, 0, 0, 0, 1]
 
-Shapes: B rows or requests, S slots, T tokens, D width.
+Shapes: B rows or requests, S slots, T tokens, C prompt chunks, D width.
 """
 
 from typing import NamedTuple
@@ -62,16 +62,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PADDING = -1  # depth of a slot that only fills a row up to the others' length
+PADDING = -1
+"""The depth of a slot that only pads a row to the length of the others."""
 
 
 class Slots(NamedTuple):
-    """Slots of B rows, padded to a common count with depth `PADDING` (and an anchor that means nothing)."""
+    """Slots of B rows. Padding slots have depth `PADDING` and an arbitrary anchor."""
 
     anchor_BS: Tensor
     depth_BS: Tensor
     start_BS: Tensor | None = None
-    """column where the slot's document begins; None: all begin at 0"""
+    """First column of the slot's document; None if all documents start at 0."""
 
     @property
     def position_BS(self) -> Tensor:
@@ -83,19 +84,15 @@ class Slots(NamedTuple):
         return self.anchor_BS + self.depth_BS.clamp_min(0) + 2
 
     def followed_by(self, other: "Slots") -> "Slots":
-        anchor_BS = torch.cat([self.anchor_BS, other.anchor_BS], dim=1)
-        depth_BS = torch.cat([self.depth_BS, other.depth_BS], dim=1)
-        if self.start_BS is None or other.start_BS is None:
-            return Slots(anchor_BS, depth_BS)
-        return Slots(anchor_BS, depth_BS, torch.cat([self.start_BS, other.start_BS], dim=1))
+        pairs = ((a, b) for a, b in zip(self, other, strict=True) if a is not None and b is not None)
+        return Slots(*(torch.cat(pair, dim=1) for pair in pairs))
 
     def to(self, device: torch.device) -> "Slots":
-        start_BS = None if self.start_BS is None else self.start_BS.to(device)
-        return Slots(self.anchor_BS.to(device), self.depth_BS.to(device), start_BS)
+        return Slots(*(None if tensor is None else tensor.to(device) for tensor in self))  # type: ignore[arg-type]
 
 
 def context_slots(num_anchors: int, device: torch.device | None = None) -> Slots:
-    """The depth-0 slots of anchors 0 .. num_anchors - 1: what the drafter's cache holds."""
+    """The depth-0 slots of anchors 0 .. num_anchors - 1: the contents of the drafter's KV cache."""
     anchors = torch.arange(num_anchors, device=device)[None]
     return Slots(anchors, torch.zeros_like(anchors))
 
@@ -103,7 +100,7 @@ def context_slots(num_anchors: int, device: torch.device | None = None) -> Slots
 def serving_slots(
     first_anchor: int, num_anchors: int, num_draft_tokens: int, device: torch.device | None = None
 ) -> Slots:
-    """Depth 0 for each new anchor, then depths 1 .. num_draft_tokens - 1 hanging from the last one."""
+    """Depth 0 of each new anchor, then depths 1 .. num_draft_tokens - 1 of the last one."""
     last = first_anchor + num_anchors - 1
     anchors = torch.arange(first_anchor, last + num_draft_tokens, device=device).clamp_max(last)[None]
     depths = torch.arange(1 - num_anchors, num_draft_tokens, device=device).clamp_min(0)[None]
@@ -113,9 +110,9 @@ def serving_slots(
 def batch_serving_slots(
     first_anchor_B: Tensor, num_anchors_B: Tensor, max_anchors: int, num_draft_tokens: int
 ) -> Slots:
-    """`serving_slots` of many requests, of which each has 1 .. `max_anchors` new anchors; padded at the end of its row.
+    """`serving_slots` of many requests with 1 .. `max_anchors` new anchors each, padded at the end of each row.
 
-    Shapes depend on the two numbers alone, so a step with these slots can be recorded in a graph.
+    Shapes depend only on the two numbers, so a CUDA graph can capture a step with these slots.
 
     >>> slots = batch_serving_slots(torch.tensor([3, 7]), torch.tensor([2, 1]), max_anchors=3, num_draft_tokens=3)
     >>> slots.anchor_BS.tolist(), slots.depth_BS.tolist()
@@ -129,24 +126,24 @@ def batch_serving_slots(
 
 
 class PackedSlots(NamedTuple):
-    """Slots of C pieces of texts in one row, [1, S], and where each comes from."""
+    """The slots of C prompt chunks in one row, [1, S], and their origin."""
 
     slots: Slots
     chunk_S: Tensor
-    """the piece of each slot"""
+    """The chunk of each slot."""
     token_S: Tensor
-    """its anchor's place among the tokens"""
+    """The index of its anchor among the packed tokens."""
     first_slot_C1: Tensor
-    """C + 1 entries: slots of piece c are first_slot[c] .. first_slot[c + 1] - 1, and what follows is padding"""
+    """C + 1 entries: chunk c has slots first_slot[c] .. first_slot[c + 1] - 1; padding follows the last."""
 
 
 def packed_serving_slots(
     first_anchor_C: Tensor, first_token_C1: Tensor, num_tokens: int, num_draft_tokens: int
 ) -> PackedSlots:
-    """`serving_slots` of pieces of texts that lie one after another, each token an anchor; padded at the end.
+    """`serving_slots` of prompt chunks packed in one row, where every token is an anchor; padded at the end.
 
-    Tokens of piece c are first_token[c] .. first_token[c + 1] - 1 of `num_tokens`; slots of a piece without any are
-    padding. Shapes depend on the sizes alone. Anchors 0 to 2 of one text and 5 of another, and a token that pads:
+    Chunk c has tokens first_token[c] .. first_token[c + 1] - 1 of `num_tokens`. The slots of an empty chunk are
+    padding. Shapes depend only on the sizes. Anchors 0..2 of one sequence, 5 of another, and a token of padding:
 
     >>> packed = packed_serving_slots(torch.tensor([0, 5]), torch.tensor([0, 3, 4]), num_tokens=5, num_draft_tokens=3)
     >>> packed.slots.anchor_BS.tolist(), packed.slots.depth_BS.tolist()
@@ -168,16 +165,15 @@ def packed_serving_slots(
     return PackedSlots(slots, chunk_S, token_S, first_slot_C1)
 
 
-def training_slots(num_depths_BT: Tensor, num_slots: int | None = None, start_BT: Tensor | None = None) -> Slots:
-    """Slots that keep depths 0 .. num_depths_BT[b, a] - 1 of every anchor a: depth 0 first, then by anchor and depth.
+def training_slots(num_depths_BT: Tensor, start_BT: Tensor | None = None) -> Slots:
+    """Depths 0 .. num_depths_BT[b, a] - 1 of every anchor a: all depth-0 slots first, then by anchor and depth.
 
-    Slot number a is (a, 0), or padding where an anchor keeps nothing. Rows are padded to the longest, or to
-    `num_slots`, which must not be smaller. `start_BT` says where the document of each anchor begins.
+    Slot number a is (a, 0), or padding if the anchor keeps no depth. Rows are padded to the longest. `start_BT` is the
+    first column of each anchor's document.
     """
     num_rows, num_anchors = num_depths_BT.shape
-    num_deeper_BT = (num_depths_BT - 1).clamp_min(0)
-    counts_B = num_deeper_BT.sum(1)
-    num_slots = num_anchors + int(counts_B.max()) if num_slots is None else num_slots
+    counts_B = (num_depths_BT - 1).clamp_min(0).sum(1)
+    num_slots = num_anchors + int(counts_B.max())
     depth_D = torch.arange(1, max(1, int(num_depths_BT.max())), device=num_depths_BT.device)
     row, anchor, depth = (num_depths_BT[..., None] > depth_D).nonzero(as_tuple=True)
     column = num_anchors + torch.arange(len(row), device=row.device) - (counts_B.cumsum(0) - counts_B)[row]
@@ -190,7 +186,7 @@ def training_slots(num_depths_BT: Tensor, num_slots: int | None = None, start_BT
 
 
 def visible(query: Slots, key: Slots) -> Tensor:
-    """Whether each query slot sees each key slot: bool [B, S_query, S_key]. No slot sees padding."""
+    """Mask: which key slots each query slot attends to, bool [B, S_query, S_key]. Padding keys are masked out."""
     query_anchor, query_depth = query.anchor_BS[:, :, None], query.depth_BS[:, :, None]
     key_anchor, key_depth = key.anchor_BS[:, None, :], key.depth_BS[:, None, :]
     is_earlier_text = (key_depth == 0) & (key_anchor <= query_anchor)
@@ -208,10 +204,10 @@ def slot_inputs(
     fused_mask_D: Tensor,
     offset: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What each slot reads: token ids [B, S] and fused aux states [B, S, D].
+    """What each slot reads: token ids [B, S] and fused aux states [B, S, D]. Padding slots read placeholders.
 
-    Column t of `token_ids_BT` and `fused_BTD` holds x[offset + t] and the fused h[offset + t]; `offset` is the first
-    anchor of the slots when earlier ones are cached, a number or [B, 1]. Padding slots read placeholders.
+    Column t of `token_ids_BT` and `fused_BTD` holds x[offset + t] and the fused h[offset + t]. `offset` is the first
+    anchor of the slots if earlier ones are cached: a number, or [B, 1].
     """
     is_real_BS = slots.depth_BS == 0
     column_BS = (slots.anchor_BS - offset).clamp_min(0)

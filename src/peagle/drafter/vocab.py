@@ -1,4 +1,4 @@
-"""Choosing the tokens a drafter needs: its placeholder, and (when smaller than the target's) its vocabulary."""
+"""The mask token of a drafter, and its draft vocabulary if that is smaller than the target's."""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def choose_mask_token_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> int:
-    """A token id that no text uses, for the placeholders.
+    """A token id that no text uses, for the placeholders. In order of preference:
 
-    First the embedding row after the tokenizer's last token, or the last one between its tokens (ids may have holes,
-    so the number of tokens says nothing); then the tokenizer's mask token; then its last added token that neither the
-    chat template nor a special role mentions.
+    1. the embedding row after the tokenizer's last id, or the last unused id below it (ids may have holes)
+    2. the tokenizer's mask token
+    3. its last added special token that has no role and is not in the chat template
     """
     token_ids = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
     beyond = max(token_ids) + 1
@@ -36,17 +36,14 @@ def choose_mask_token_id(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) 
     ]
     if not spare:
         raise ConfigError(
-            f"no unused token among the {vocab_size} of this vocabulary was found for the placeholders",
-            hint="set mask_token_id to an id that no text of yours contains",
+            f"none of the {vocab_size} token ids is unused, so the placeholders have no token",
+            hint="set mask_token_id to an id that your texts do not contain",
         )
     return spare[-1]
 
 
 def choose_draft_vocab(counts_V: Tensor, size: int) -> Tensor:
-    """Offset table [size] of the tokens with the highest counts.
-
-    Of equal counts the lower id is taken. Tokens that never occur fill up what is left.
-    """
+    """Offset table [size] of the tokens with the highest counts; the lower id wins among equal counts."""
     if not 2 <= size <= len(counts_V):
         raise ConfigError(f"draft_vocab_size must be between 2 and the target's {len(counts_V)}, got {size}")
     chosen_U = counts_V.argsort(descending=True, stable=True)[:size].sort().values
@@ -54,7 +51,7 @@ def choose_draft_vocab(counts_V: Tensor, size: int) -> Tensor:
 
 
 def vocab_coverage(counts_V: Tensor, offsets_U: Tensor) -> float:
-    """The share of all counts that tokens of the draft vocabulary have: no more than that can be drafted right."""
+    """The share of all counts in the draft vocabulary: an upper bound on correct drafts."""
     return float(counts_V[draft_to_target(offsets_U)].sum() / counts_V.sum().clamp_min(1))
 
 
@@ -64,11 +61,11 @@ def draft_to_target(offsets_U: Tensor) -> Tensor:
 
 
 def read_table(table_U: Tensor, present_V: Tensor | None, vocab_size: int) -> tuple[Tensor, bool]:
-    """The offset table that a published `d2t` means, and whether it held target ids instead.
+    """The offset table of a published `d2t`, and whether it held target ids instead of offsets.
 
-    Offsets are the custom, so a table that can be read as offsets is. Only one that cannot be, and that lists distinct
-    ids in ascending order, or that a `t2d` (`present_V`, whether each target token has a draft id) proves to be a list
-    of ids, is taken for one. A `d2t` and a `t2d` that name different tokens either way are refused.
+    A table that is valid as offsets is read as offsets. Otherwise it is read as ids if they are distinct and ascending,
+    or if `t2d` (`present_V`: which target tokens have a draft id) confirms it. A `d2t` and a `t2d` that disagree either
+    way are refused.
 
     >>> read_table(torch.tensor([3, 3, 6]), None, vocab_size=9)[0].tolist()  # tokens 3, 4 and 8
     [3, 3, 6]
@@ -84,8 +81,8 @@ def read_table(table_U: Tensor, present_V: Tensor | None, vocab_size: int) -> tu
         as_ids = as_ids and torch.equal(table_U.sort().values, expected)
         if not as_offsets and not as_ids:
             raise ConfigError(
-                f"d2t and t2d do not name the same tokens: t2d has {len(expected)}, d2t has {len(table_U)}",
-                hint="the draft vocabulary was never stored, or the two are of different drafters",
+                f"d2t and t2d name different tokens: t2d has {len(expected)}, d2t has {len(table_U)}",
+                hint="the draft vocabulary was not saved, or the tables come from different drafters",
             )
     elif not as_offsets:
         as_ids = as_ids and bool((table_U.diff() > 0).all())
@@ -96,15 +93,15 @@ def read_table(table_U: Tensor, present_V: Tensor | None, vocab_size: int) -> tu
 
 
 def _are_tokens(target_ids: Tensor, vocab_size: int) -> bool:
-    """Whether all are tokens of the target, none of them twice."""
+    """Whether all are distinct ids of the target."""
     in_range = int(target_ids.min()) >= 0 and int(target_ids.max()) < vocab_size
     return in_range and len(target_ids.unique()) == len(target_ids)
 
 
 def check_offsets(offsets_U: Tensor, vocab_size: int) -> None:
-    """Refuse a table whose target ids are not distinct or not in range, as when it holds ids instead of offsets."""
+    """Refuse a table whose target ids are not distinct or out of range, such as ids instead of offsets."""
     if not _are_tokens(draft_to_target(offsets_U), vocab_size):
         raise ConfigError(
-            f"d2t does not map each draft id to a target id of its own below {vocab_size}",
+            f"d2t does not map the draft ids to distinct target ids below {vocab_size}",
             hint="d2t holds offsets (target = draft + d2t[draft]), not target ids",
         )

@@ -1,5 +1,1 @@
-"""The engine: many requests at once over paged memory, one step behind the device.
-
-`pages.py` hands out KV memory, `request.py` is one caller's job, and `scheduler.py` decides what the next step runs;
-these three are plain Python and know nothing of tensors. The other files turn a plan into work for the device.
-"""
+"""The engine: continuous batching over the scheduler and the worker; `LLM` and `AsyncEngine` are its front ends."""

@@ -1,11 +1,11 @@
-"""An engine for servers: a thread of its own runs the steps, callers await their answers as they grow.
+"""An engine for servers: a thread runs the steps, and callers await the updates of their requests.
 
     async with AsyncEngine(llm.engine) as engine:
         async for update in engine.stream(prompt_ids, params):
             print(update.text, end="")
 
-Leaving the loop early, or cancelling the task it runs in, aborts the request and frees its memory. The thread is the
-only one that touches the engine: everything else is a call put into its queue, done between two steps.
+Leaving the loop early, or cancelling its task, aborts the request and frees its memory. Only the thread touches the
+engine: other threads put calls into its queue, and it runs them between two steps.
 """
 
 import asyncio
@@ -28,34 +28,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EXIT_SECONDS = 10.0
-"""How long the end of the program waits for the step in progress, where nobody closed the engine."""
+"""How long the interpreter's exit waits for the current step, if the engine was not closed."""
 
 
 class _Call(NamedTuple):
-    """What the thread is asked to do between two steps, and whom to tell if it ends before it comes to it."""
+    """A call for the thread to run between two steps, and what to do if the thread ends first."""
 
     run: Callable[[], None]
     fail: Callable[[EngineDeadError], None]
 
 
 class AsyncEngine:
-    """Takes over an engine; from here on nobody else may use it. Methods may be called from any event loop.
+    """Takes ownership of an engine: do not use the engine directly any more. Callable from any event loop.
 
-    An error inside the engine ends it: open streams and later calls raise EngineDeadError with that error as cause.
+    An error inside the engine stops it: open streams and later calls raise EngineDeadError with that error as cause.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """held to look at `_is_closed` and act on it: no call may enter the queue after it was last emptied"""
+        """guards `_is_closed`: no call may enter the queue after it was emptied for the last time"""
         self._is_closed = False
         self._error: BaseException | None = None
         self._numbers = itertools.count()
         self._listeners: dict[str, Callable[[Update | EngineDeadError], None]] = {}
-        """of the requests that the engine serves; only the thread touches it"""
+        """by request id; only the thread touches it"""
         self._thread = threading.Thread(target=self._run, name="peagle-engine", daemon=True)
-        atexit.register(self._end_with_the_program)
+        atexit.register(self._close_at_exit)
         self._thread.start()
 
     @property
@@ -71,10 +71,10 @@ class AsyncEngine:
     async def stream(
         self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[Update, None]:
-        """Updates of one request until all its answers have ended. It is queued when the first one is awaited.
+        """Yield the updates of one request until all its completions are finished.
 
-        A request that cannot be served raises here and nowhere else. One that `abort` ends gives a last update for each
-        unfinished answer, without tokens and with the finish reason "abort".
+        The request is queued when the first update is awaited. A refused request raises here. If `abort` ends the
+        request, each unfinished completion yields a last update without tokens and with finish reason "abort".
         """
         params = params or SamplingParams()
         request_id = f"stream-{next(self._numbers)}" if request_id is None else request_id
@@ -84,19 +84,19 @@ class AsyncEngine:
         def listen(update: Update | Exception) -> None:
             try:
                 loop.call_soon_threadsafe(updates.put_nowait, update)
-            except RuntimeError:  # the event loop was closed over an open stream: nobody listens any more
-                self._put(_Call(leave, lambda _: None))
+            except RuntimeError:  # the event loop was closed while the stream was open
+                self._put(_Call(drop, lambda _: None))
 
         def add() -> None:
             try:
                 self._engine.add(prompt_ids, params, request_id=request_id, on_update=listen)
-            except Exception as error:  # a refusal, or a prompt that is none: either is this caller's to see
+            except Exception as error:  # a refused or malformed request: report it to its caller
                 listen(error)
             else:
                 self._listeners[request_id] = listen
 
-        def leave() -> None:
-            if self._listeners.get(request_id) is listen:  # a refused namesake must not end the request it met
+        def drop() -> None:
+            if self._listeners.get(request_id) is listen:  # a refused duplicate must not abort the original
                 self._abort(request_id)
 
         self._call(_Call(add, listen))
@@ -111,50 +111,50 @@ class AsyncEngine:
                 yield update
         finally:
             if num_open:
-                self._put(_Call(leave, lambda _: None))
+                self._put(_Call(drop, lambda _: None))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now; its stream ends with updates that say so. False if there is none of that id."""
+        """End a request now. Its stream yields "abort" updates. False if there is no such request."""
         return await self._ask(lambda: self._abort(request_id))
 
     async def stats(self) -> EngineStats:
-        """Counts so far, taken between two steps."""
+        """A copy of the counters, taken between two steps."""
         return await self._ask(self._engine.stats)
 
     async def close(self) -> None:
-        """End the thread after the step it is in, and close the engine; open streams raise EngineDeadError."""
+        """Stop the thread after the current step and close the engine. Open streams raise EngineDeadError."""
         self._stop()
         await asyncio.to_thread(self._thread.join)
 
-    # Towards the thread -----------------------------------------------------------------------------------------------
+    # Calls to the thread ----------------------------------------------------------------------------------------------
 
     async def _ask(self, function: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def settle(result: T | None, error: Exception | None) -> None:
-            if future.done():  # the caller was cancelled meanwhile
+        def resolve(result: T | None, error: Exception | None) -> None:
+            if future.done():  # the caller was cancelled
                 return
             if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(result)  # type: ignore[arg-type]
 
-        def tell(result: T | None, error: Exception | None) -> None:
+        def send(result: T | None, error: Exception | None) -> None:
             try:
-                loop.call_soon_threadsafe(settle, result, error)
+                loop.call_soon_threadsafe(resolve, result, error)
             except RuntimeError:
-                log.debug("nobody waits for the answer any more: the event loop is closed")
+                log.debug("result discarded: the event loop is closed")
 
         def run() -> None:
             try:
                 result = function()
             except Exception as error:
-                tell(None, error)
+                send(None, error)
             else:
-                tell(result, None)
+                send(result, None)
 
-        self._call(_Call(run, lambda error: tell(None, error)))
+        self._call(_Call(run, lambda error: send(None, error)))
         return await future
 
     def _call(self, call: _Call) -> None:
@@ -162,7 +162,7 @@ class AsyncEngine:
             raise self._death()
 
     def _put(self, call: _Call) -> bool:
-        """Queue a call; False if the thread will not come to it."""
+        """Queue a call; False if the thread will not run it."""
         with self._lock:
             if not self._is_closed:
                 self._calls.put(call)
@@ -173,15 +173,15 @@ class AsyncEngine:
             self._is_closed = True
             self._calls.put(None)
 
-    def _end_with_the_program(self) -> None:
-        """A thread that is cut off inside a kernel may bring the whole process down."""
+    def _close_at_exit(self) -> None:
+        """At exit: wait for the step. Killing the thread inside a kernel may crash the process."""
         self._stop()
         self._thread.join(EXIT_SECONDS)
 
     def _death(self) -> EngineDeadError:
         if self._error is None:
-            return EngineDeadError("the engine has been closed", hint="start a new one")
-        error = EngineDeadError(f"the engine has stopped: {self._error!r}", hint="start a new one, and report this")
+            return EngineDeadError("the engine is closed", hint="start a new one")
+        error = EngineDeadError(f"the engine stopped: {self._error!r}", hint="restart it, and report this")
         error.__cause__ = self._error
         return error
 
@@ -194,13 +194,13 @@ class AsyncEngine:
                     self._listeners.pop(output.request_id, None)
         except BaseException as error:
             self._error = error
-            log.exception("the engine has stopped")
-            traceback.clear_frames(error.__traceback__)  # what it is raised with later must not hold the pages
+            log.exception("the engine stopped")
+            traceback.clear_frames(error.__traceback__)  # the stored error must not keep the KV cache alive
         finally:
             self._end()
 
     def _take_calls(self) -> bool:
-        """Do what was asked of the engine meanwhile; with nothing to run, wait for more. False: close."""
+        """Run the queued calls; wait for one if the engine is idle. False: close the engine."""
         while True:
             if not self._engine.has_work and self._calls.empty():
                 self._engine.scheduler.check_idle()
@@ -217,7 +217,7 @@ class AsyncEngine:
         return self._engine.abort(request_id)
 
     def _end(self) -> None:
-        """Tell everybody who waits for something, now or in the queue, then give the memory back."""
+        """Fail open streams and queued calls, then close the engine."""
         with self._lock:
             self._is_closed = True
         for listen in self._listeners.values():
@@ -230,5 +230,5 @@ class AsyncEngine:
         try:
             self._engine.close()
         except Exception:
-            log.exception("the engine could not be closed")
-        atexit.unregister(self._end_with_the_program)
+            log.exception("closing the engine failed")
+        atexit.unregister(self._close_at_exit)

@@ -1,7 +1,7 @@
-"""The engine: requests in, answers out, one step after another.
+"""The engine: requests in, completions out, one step at a time.
 
-`step` plans, launches, and reads what the launch before has emitted, so that on a GPU the host's work falls into the
-time the device is busy with the next step. It is not thread-safe; `AsyncEngine` gives it a thread of its own.
+`step` plans, launches, and then processes the results of the previous launch. On a GPU the host thus works while the
+device runs the next step. The engine is not thread-safe; `AsyncEngine` runs it in a thread of its own.
 """
 
 import itertools
@@ -17,27 +17,21 @@ from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
-from peagle.engine.adjustments import check_edits
-from peagle.engine.answers import Answer, Group, OnUpdate, end_of, follow
-from peagle.engine.checks import as_ids, check_device, check_drafts, check_max_length, check_types
-from peagle.engine.config import (
-    CPU_MAX_BATCH,
-    GPU_MAX_BATCH,
-    GPU_MAX_HELD,
-    MAX_CHUNKS,
-    EngineConfig,
-)
-from peagle.engine.launch import Emission, Launch
-from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, TokenLogprobs, Update
-from peagle.engine.pages import PagePool
-from peagle.engine.recorded_steps import Progress, StepTimes
-from peagle.engine.request import Request
-from peagle.engine.runner import Runner
-from peagle.engine.scheduler import Scheduler, SchedulerConfig
+from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_types
+from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
+from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
 from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import CPU_MAX_BATCH, GPU_MAX_BATCH, GPU_MAX_DELAY, MAX_CHUNKS, EngineConfig
+from peagle.scheduling.pages import PagePool
+from peagle.scheduling.request import Request
+from peagle.scheduling.scheduler import Scheduler, SchedulerConfig
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer, detokenize
+from peagle.worker.adjustments import check_edits
+from peagle.worker.captured_steps import Progress, StepTimes
+from peagle.worker.launch import Emission, Launch
+from peagle.worker.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +47,13 @@ class Engine:
         config: EngineConfig | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """Start an engine; `num_draft_tokens` None, with a drafter on a CPU, measures which number is the fastest."""
+        """Start an engine. With `num_draft_tokens` None, a CPU engine measures which number is the fastest."""
         config = config or EngineConfig()
         num_draft_tokens = check_drafts(drafter, num_draft_tokens, target)
-        check_device(config, target)
         self.target = target
         target.check_not_lent()
         if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
-            target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for the target since
+            target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for this target since
         is_gpu = target.device.type == "cuda"
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         self.max_length = check_max_length(config, target, is_gpu)
@@ -72,14 +65,14 @@ class Engine:
             self.max_length,
             config.prefill_tokens,
             MAX_CHUNKS - 1,
-            (GPU_MAX_HELD if is_gpu else 0) if config.max_held is None else config.max_held,
+            GPU_MAX_DELAY if is_gpu else 0,
             has_drafter=self.drafter is not None,
         )
         self.scheduler = Scheduler(limits, pages)
-        self._groups: dict[str, Group] = {}
-        self._answers: dict[Request, Answer] = {}
+        self._pending: dict[str, PendingRequest] = {}
+        self._completions: dict[Request, PendingCompletion] = {}
         self._guided: set[Request] = set()
-        """open requests that are held to a grammar"""
+        """unfinished requests with a grammar"""
         self._launches: deque[Launch] = deque()
         self._numbers = itertools.count()
         self._is_closed = False
@@ -87,16 +80,16 @@ class Engine:
         self._finished: list[RequestOutput] = []
 
     def close(self) -> None:
-        """Drop every request and give the models and the memory back. The engine refuses requests afterwards."""
+        """Drop every request, restore the models and free the memory. Later requests are refused."""
         self._is_closed = True
-        for request_id in list(self._groups):
+        for request_id in list(self._pending):
             self.abort(request_id)
         self._launches.clear()
         self.runner.close()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or self._launches)
+        return bool(self._pending or self._launches)
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -109,31 +102,31 @@ class Engine:
         on_update: OnUpdate | None = None,
         wants_text: bool = True,
     ) -> str:
-        """Queue a request and return its id; one that can never be served is refused here.
+        """Queue a request and return its id. Raises if the request can never be served.
 
-        `on_update` is called from `step` with what each step brings, and from `abort` with an update that ends each
-        unfinished answer. It must not raise. Without `wants_text` the finished answer has its tokens alone, which
-        saves the host the decoding; stop strings and `on_update` need the text all the same.
+        `step` calls `on_update` with the new tokens of each step; `abort` calls it with a last update for each
+        unfinished completion. It must not raise. Without `wants_text` the output has token ids only, which saves
+        detokenizing; stop strings and `on_update` still detokenize.
         """
         if self._is_closed:
-            raise EngineDeadError("the engine has been closed", hint="start a new one")
+            raise EngineDeadError("the engine is closed", hint="start a new one")
         params = params or SamplingParams()
         prompt_ids = as_ids(prompt_ids)
         check_prompt(self.target, prompt_ids)
         check_types(params)
         if request_id is None:
             request_id = self._free_id()
-        elif request_id in self._groups:
-            raise RequestError(f"request {request_id!r} is already being served", hint="give each an id of its own")
+        elif request_id in self._pending:
+            raise RequestError(f"request {request_id!r} is already being served", hint="use a unique request id")
         self._check_queue(params.n)
         num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
         if params.adjusts_logits:
             check_token_ids(params, self.target.vocab_size)
             check_edits(params, stop_ids)
             self.runner.prepare_adjustments()
-        group = Group(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update, wants_text)
+        pending = PendingRequest(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update, wants_text)
         for index in range(params.n):
-            # A top_k beyond the vocabulary means all of it, and may be too large a number for a row.
+            # A top_k beyond the vocabulary means all of it, and may not fit into the row's int32.
             top_k = min(params.top_k, self.target.vocab_size)
             seed, prompt_logprobs = (params.seed + index) % 2**63, params.prompt_logprobs if index == 0 else None
             own = replace(params, n=1, seed=seed, top_k=top_k, prompt_logprobs=prompt_logprobs)
@@ -141,80 +134,80 @@ class Engine:
             guide = None if own.grammar is None else make_guide(self.target, own.grammar)
             request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, guide)
             stop_check = self._stop_check(own, request, on_update)
-            group.answers.append(Answer(group, index, request, stop_check))
-        for index, answer in enumerate(group.answers):
+            pending.completions.append(PendingCompletion(pending, index, request, stop_check))
+        for index, completion in enumerate(pending.completions):
             try:
-                self.scheduler.add(answer.request)
+                self.scheduler.add(completion.request)
             except BaseException:
-                for earlier in group.answers[:index]:
+                for earlier in pending.completions[:index]:
                     self.scheduler.abort(earlier.request.request_id)
                 raise
-        self._answers |= {answer.request: answer for answer in group.answers}
-        self._guided |= {answer.request for answer in group.answers if answer.request.guide is not None}
-        self._groups[request_id] = group
+        self._completions |= {each.request: each for each in pending.completions}
+        self._guided |= {each.request for each in pending.completions if each.request.guide is not None}
+        self._pending[request_id] = pending
         return request_id
 
     def abort(self, request_id: str) -> bool:
-        """End a request now and free what it holds; False if there is none of that id."""
-        group = self._groups.pop(request_id, None)
-        if group is None:
+        """End a request now and free its memory; False if there is no such request."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
             return False
-        open_answers = [answer for answer in group.answers if not answer.is_done]
-        for answer in open_answers:
-            self.scheduler.abort(answer.request.request_id)
-            self._answers.pop(answer.request, None)
-            self._guided.discard(answer.request)
+        unfinished = [each for each in pending.completions if not each.is_done]
+        for completion in unfinished:
+            self.scheduler.abort(completion.request.request_id)
+            self._completions.pop(completion.request, None)
+            self._guided.discard(completion.request)
         self._stats.num_aborted += 1
-        if group.on_update is not None:
-            for answer in open_answers:
-                metrics = self._metrics(group) if answer is open_answers[-1] else None
-                group.on_update(Update(request_id, answer.index, (), (), 0, 0, None, "abort", metrics=metrics))
+        if pending.on_update is not None:
+            for completion in unfinished:
+                metrics = self._metrics(pending) if completion is unfinished[-1] else None
+                pending.on_update(Update(request_id, completion.index, (), (), 0, 0, None, "abort", metrics=metrics))
         return True
 
     def reset(self) -> None:
-        """Drop every request and every page that might be reused, whatever state they are in.
+        """Drop every request and the whole prefix cache, without calling `on_update`.
 
-        For after an interrupt, which may have come between any two changes of the books. Nobody is told.
+        For use after an interrupt, which may have left any state half changed.
         """
         old = self.scheduler
         pages = PagePool(self.runner.kv_cache.num_pages, self.runner.config.page_size, old.pages.reuse)
         self.scheduler = Scheduler(old.config, pages)
-        self._groups, self._answers, self._guided, self._finished = {}, {}, set(), []
+        self._pending, self._completions, self._guided, self._finished = {}, {}, set(), []
         self._launches.clear()
         self.runner.recover()
 
     def step_times(self, batch: int) -> StepTimes | None:
-        """What one decode step of `batch` requests takes on the device; None on a CPU. Only while nothing runs.
+        """Device time per decode step of `batch` requests; None on a CPU. Only while no request runs.
 
-        Measuring overwrites pages, so none is reused afterwards.
+        Measuring overwrites pages, so it clears the prefix cache.
         """
-        if self._groups:
-            raise RequestError("requests are being served", hint="measure steps when they are done")
-        self._collect(depth=0)  # a last launch may be under way, for requests that have ended since
+        if self._pending:
+            raise RequestError("requests are being served", hint="measure steps after they finish")
+        self._collect(depth=0)  # a last launch may be in flight for requests that have finished
         times = self.runner.step_times(batch)
         if times is not None:
             self.reset()
         return times
 
     def _free_id(self) -> str:
-        return next(name for number in self._numbers if (name := f"request-{number}") not in self._groups)
+        return next(name for number in self._numbers if (name := f"request-{number}") not in self._pending)
 
     def _check_queue(self, num_new: int) -> None:
-        """Refuse answers that would have to wait behind too many others. Those who find a row at once do not wait."""
+        """Raise if `num_new` more completions exceed the queue. Completions that find a free row do not queue."""
         limit = self.runner.config.max_waiting
         if limit is None:
             return
         scheduler = self.scheduler
         if num_new > limit + scheduler.config.max_batch:
             raise CapacityError(
-                f"{num_new} answers are more than run and wait at the same time, {limit + scheduler.config.max_batch}",
-                hint="ask for fewer answers at a time",
+                f"n={num_new} exceeds capacity (batch + queue = {limit + scheduler.config.max_batch})",
+                hint="lower n, or raise --max-waiting or --max-batch",
             )
         if len(scheduler.waiting) + num_new > limit + scheduler.num_free_rows:
             self._stats.num_refused += 1
             raise QueueFullError(
-                f"{len(scheduler.waiting)} requests wait already, and at most {limit} may",
-                hint="try again later, or raise max_waiting",
+                f"the queue is full ({len(scheduler.waiting)} waiting, max_waiting={limit})",
+                hint="try again later, or raise --max-waiting",
             )
 
     def _drafts_for(self, params: SamplingParams) -> int:
@@ -223,8 +216,8 @@ class Engine:
             return self.num_draft_tokens
         if wanted > self.num_draft_tokens:
             raise RequestError(
-                f"num_draft_tokens must be at most the engine's {self.num_draft_tokens}, got {wanted}",
-                hint="start the engine with more, or leave it out",
+                f"num_draft_tokens={wanted} exceeds the engine's {self.num_draft_tokens}",
+                hint="start the engine with more, or omit num_draft_tokens",
             )
         return wanted
 
@@ -240,9 +233,9 @@ class Engine:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next iteration and take in the results of the one before; the requests that finished by it."""
+        """Launch the next step, process the results of the previous one, and return the requests that finished."""
         if any(request.is_running for request in self._guided):
-            self._collect(depth=0)  # what a grammar allows next depends on what was emitted
+            self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
         plan = self.scheduler.plan()
         if not plan.is_empty:
             self._stats.num_steps += 1
@@ -254,61 +247,61 @@ class Engine:
         return finished
 
     def _collect(self, depth: int) -> None:
-        """Take in the results of all launches but the last `depth`."""
+        """Process the results of all launches but the last `depth`."""
         while len(self._launches) > depth:
             launch = self._launches.popleft()
             emissions = launch.collect()
             for scores in launch.scores():
                 if scores.request.epoch == scores.epoch:
-                    entries = scores.logprobs.to_list(len(scores.logprobs.chosen_S))
+                    entries = scores.logprobs.to_list()
                     scores.request.prompt_scores |= dict(enumerate(entries, start=scores.first))
             for emission in emissions:
-                self._take_in(emission)
+                self._process(emission)
             self._stats.device_seconds += launch.device_seconds() or 0.0
 
     def check_integrity(self) -> None:
-        """Raise if pages, rows and requests contradict each other. For tests: it looks at every page."""
+        """Raise if pages, rows and requests contradict each other. For tests: it checks every page."""
         self.scheduler.check_integrity()
 
-    def _take_in(self, emission: Emission) -> None:
+    def _process(self, emission: Emission) -> None:
         request = emission.request
         if request.epoch != emission.epoch:
-            return  # aborted, finished or preempted since: what it would have got is void
-        answer = self._answers[request]
+            return  # aborted, finished or preempted since the launch
+        completion = self._completions[request]
         tokens = emission.token_ids
-        if answer.stop_check is None:
-            num_kept, finish_reason = end_of(tokens, request)
+        if completion.stop_check is None:
+            num_kept, finish_reason = find_end(tokens, request)
             texts: list[str] = []
         else:
-            num_kept, finish_reason, texts = follow(tokens, answer.stop_check)
+            num_kept, finish_reason, texts = find_end_in_text(tokens, completion.stop_check)
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
         if emission.num_drafts:
-            self._count_draft(answer, min(len(tokens) - 1, num_kept), emission.num_drafts)
-        if answer.group.first_token_at is None:
-            answer.group.first_token_at = time.perf_counter()
+            self._count_draft(completion, min(len(tokens) - 1, num_kept), emission.num_drafts)
+        if completion.parent.first_token_at is None:
+            completion.parent.first_token_at = time.perf_counter()
         self._stats.num_output_tokens += num_kept
         if request.params.logprobs is not None and emission.logprobs is not None:
-            answer.logprobs += emission.logprobs[:num_kept]
-        self.scheduler.committed(request, kept)
+            completion.logprobs += emission.logprobs[:num_kept]
+        self.scheduler.commit(request, kept)
         if request.guide is not None and emission.draft_ids is not None:
             request.guide.advance(kept)
             request.draft_ids = emission.draft_ids
-        answer.texts += texts
-        output = self._finish(answer, finish_reason) if finish_reason is not None else None
-        if answer.group.on_update is not None:
-            self._tell(answer, emission, kept, texts, output)
+        completion.texts += texts
+        output = self._finish(completion, finish_reason) if finish_reason is not None else None
+        if completion.parent.on_update is not None:
+            self._notify(completion, emission, kept, texts, output)
 
-    def _count_draft(self, answer: Answer, num_accepted: int, num_draft_tokens: int) -> None:
-        answer.accepted.append(num_accepted)
-        answer.num_draft_tokens += num_draft_tokens
+    def _count_draft(self, completion: PendingCompletion, num_accepted: int, num_draft_tokens: int) -> None:
+        completion.accepted.append(num_accepted)
+        completion.num_draft_tokens += num_draft_tokens
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += num_draft_tokens
         for position in range(num_accepted):
             self._stats.accepted_per_position[position] += 1
 
-    def _tell(
+    def _notify(
         self,
-        answer: Answer,
+        completion: PendingCompletion,
         emission: Emission,
         kept: list[int],
         texts: list[str],
@@ -317,77 +310,73 @@ class Engine:
         logprobs = None if emission.logprobs is None else tuple(emission.logprobs[: len(kept)])
         num_accepted = min(len(emission.token_ids) - 1, len(kept)) if emission.num_drafts else 0
         update = Update(
-            answer.group.request_id,
-            answer.index,
+            completion.parent.request_id,
+            completion.index,
             tuple(kept),
             tuple(texts),
             num_accepted,
             emission.num_drafts,
             logprobs,
-            answer.finish_reason,
+            completion.finish_reason,
             emission.is_prefill,
             None if output is None else output.metrics,
-            self._prompt_logprobs(answer.group) if answer.is_new and answer.index == 0 else None,
+            completion.parent.prompt_logprobs if not completion.has_update and completion.index == 0 else None,
         )
-        answer.is_new = False
-        assert answer.group.on_update is not None, "only told to those who listen"
-        answer.group.on_update(update)
+        completion.has_update = True
+        assert completion.parent.on_update is not None, "checked by the caller"
+        completion.parent.on_update(update)
 
-    def _finish(self, answer: Answer, finish_reason: FinishReason) -> RequestOutput | None:
-        """End an answer; the whole output if it was the last of its request."""
-        group, request = answer.group, answer.request
+    def _finish(self, completion: PendingCompletion, finish_reason: FinishReason) -> RequestOutput | None:
+        """Finish a completion; returns the output if it was the last one of its request."""
+        pending, request = completion.parent, completion.request
         self.scheduler.finish(request)
-        del self._answers[request]
+        del self._completions[request]
         self._guided.discard(request)
-        answer.is_done, answer.finish_reason = True, finish_reason
-        if not all(other.is_done for other in group.answers):
+        completion.is_done, completion.finish_reason = True, finish_reason
+        if not all(other.is_done for other in pending.completions):
             return None
-        del self._groups[group.request_id]
+        del self._pending[pending.request_id]
         self._stats.num_finished += 1
-        self._stats.num_cached_tokens += group.num_cached_tokens
-        self._stats.num_prompt_tokens += len(group.prompt_ids)
-        output = self._output(group)
+        self._stats.num_cached_tokens += pending.num_cached_tokens
+        self._stats.num_prompt_tokens += len(pending.prompt_ids)
+        output = self._output(pending)
         self._finished.append(output)
         return output
 
-    def _output(self, group: Group) -> RequestOutput:
-        completions = tuple(self._completion(answer) for answer in group.answers)
-        prompt_logprobs = self._prompt_logprobs(group)
-        return RequestOutput(group.request_id, group.prompt_ids, completions, self._metrics(group), prompt_logprobs)
-
-    def _prompt_logprobs(self, group: Group) -> tuple[TokenLogprobs | None, ...] | None:
-        if group.params.prompt_logprobs is None:
-            return None
-        scores = group.answers[0].request.prompt_scores
-        return (None, *(scores[place] for place in range(1, len(group.prompt_ids))))
-
-    def _metrics(self, group: Group) -> RequestMetrics:
-        accepted = [count for answer in group.answers for count in answer.accepted]
-        return RequestMetrics(
-            group.arrived,
-            group.first_token_at,
-            time.perf_counter(),
-            Acceptance.of(accepted, self.num_draft_tokens),
-            group.num_cached_tokens,
-            sum(answer.request.num_preemptions for answer in group.answers),
-            min((at for answer in group.answers if (at := answer.request.started_at) is not None), default=None),
-            sum(answer.num_draft_tokens for answer in group.answers),
+    def _output(self, pending: PendingRequest) -> RequestOutput:
+        completions = tuple(self._completion(completion) for completion in pending.completions)
+        return RequestOutput(
+            pending.request_id, pending.prompt_ids, completions, self._metrics(pending), pending.prompt_logprobs
         )
 
-    def _completion(self, answer: Answer) -> Completion:
-        token_ids = answer.request.answer_ids
-        if answer.stop_check is not None:
-            text = "".join(answer.texts)
-        elif not answer.group.wants_text:
+    def _metrics(self, pending: PendingRequest) -> RequestMetrics:
+        completions = pending.completions
+        started = [each.request.started_at for each in completions if each.request.started_at is not None]
+        return RequestMetrics(
+            pending.arrived,
+            pending.first_token_at,
+            time.perf_counter(),
+            Acceptance.of([count for each in completions for count in each.accepted], self.num_draft_tokens),
+            pending.num_cached_tokens,
+            sum(each.request.num_preemptions for each in completions),
+            min(started, default=None),
+            sum(each.num_draft_tokens for each in completions),
+        )
+
+    def _completion(self, completion: PendingCompletion) -> Completion:
+        token_ids = completion.request.output_ids
+        if completion.stop_check is not None:
+            text = "".join(completion.texts)
+        elif not completion.parent.wants_text:
             text = ""
         else:
-            shown = token_ids[:-1] if token_ids and token_ids[-1] in answer.request.end_ids else token_ids
+            shown = token_ids[:-1] if token_ids and token_ids[-1] in completion.request.end_ids else token_ids
             text = detokenize(self.target.tokenizer, shown)
-        logprobs = None if answer.request.params.logprobs is None else tuple(answer.logprobs)
-        return Completion(answer.index, text, tuple(token_ids), answer.finish_reason, logprobs)
+        logprobs = None if completion.request.params.logprobs is None else tuple(completion.logprobs)
+        return Completion(completion.index, text, tuple(token_ids), completion.finish_reason, logprobs)
 
     def stats(self) -> EngineStats:
-        """Counts so far, as a copy."""
+        """A copy of the counters."""
         pages = self.scheduler.pages
         return replace(
             self._stats,

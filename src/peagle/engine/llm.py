@@ -1,6 +1,6 @@
-"""`peagle.LLM`: a target, its drafter and an engine in one object, for programs that hand over prompts and wait.
+"""`peagle.LLM`: a target, its drafter and an engine in one object, for offline generation.
 
-llm = peagle.LLM()                                  # the embedded target with the drafter that ships for it
+llm = peagle.LLM()                                  # the embedded target and its drafter
 outputs = llm.generate(["Once upon a time"], peagle.SamplingParams(max_tokens=64))
 print(outputs[0].text)
 """
@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from peagle.drafter.checkpoint import load_drafter
+from peagle.checkpoint.native import load_drafter
 from peagle.drafter.model import Drafter
-from peagle.engine.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
-from peagle.engine.recorded_steps import Progress, StepTimes
 from peagle.errors import ConfigError, PeagleError, RequestError, nearest
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 from peagle.tokenizer import render_chat
+from peagle.worker.captured_steps import Progress, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Answers prompts, many at a time. It owns the engine; `close` (or `with`) gives its memory back."""
+    """Completes prompts, many at a time. It owns the engine; `close` (or `with`) frees its memory."""
 
     def __init__(
         self,
@@ -43,12 +43,13 @@ class LLM:
         progress: Progress = lambda *_: None,
         **settings: Any,
     ) -> None:
-        """Load what is not loaded yet and start the engine.
+        """Load the models, unless they are loaded already, and start the engine.
 
-        `drafter` "auto" takes the one that ships for the target or that the catalog names for it and for texts of
-        `max_length`, if there is one; None decodes plainly. Without `num_draft_tokens`, a few steps are timed on a CPU
-        and the number that is expected to be the fastest is taken, which may be 0; see `engine.num_draft_tokens`.
-        `settings` are those of `EngineConfig`.
+        drafter: "auto" takes the drafter that ships with the target, or the catalog's for the target and `max_length`,
+        if there is one. None: plain decoding.
+        num_draft_tokens: default on a GPU: the drafter's usual number. On a CPU a few steps are timed, and the fastest
+        number is taken, which may be 0; see `engine.num_draft_tokens`.
+        settings: fields of `EngineConfig`.
         """
         known = EngineConfig.__dataclass_fields__
         for name in settings:
@@ -59,12 +60,12 @@ class LLM:
             target = load_target(target, dtype=dtype, device=device)
         if num_draft_tokens == 0:
             if drafter not in ("auto", None):
-                raise ConfigError("num_draft_tokens is 0, but a drafter is given", hint="leave one of them out")
+                raise ConfigError("num_draft_tokens=0 contradicts the given drafter", hint="omit one of them")
             drafter = None
         if drafter == "auto":
             drafter = target.drafter_for(config.max_length)
             if drafter is None and num_draft_tokens is not None:
-                raise ConfigError(f"no drafter ships for {target.name!r}", hint="give one, or train one: peagle train")
+                raise ConfigError(f"no drafter ships for {target.name!r}", hint="pass one, or train one: peagle train")
         if drafter is not None and not isinstance(drafter, Drafter):
             drafter = load_drafter(os.fspath(drafter), target, allow_mismatch=allow_mismatch)
         self.target, self.drafter = target, drafter
@@ -90,7 +91,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, given as text or as token ids; one output for each, in their order."""
+        """Complete prompts, given as text or token ids; one output per prompt, in order."""
         rendered = [self._token_ids(prompt) for prompt in _as_list(prompts)]
         return self._run(rendered, params)
 
@@ -99,14 +100,14 @@ class LLM:
         conversations: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, each a list of {"role", "content"}, through the target's chat template."""
+        """Complete conversations, each a list of {"role", "content"}, with the target's chat template."""
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         several: list[Any] = [conversations] if is_one else list(conversations)
         rendered = [render_chat(self.tokenizer, list(messages)) for messages in several]
         return self._run(rendered, params)
 
     def step_times(self, batch: int) -> StepTimes | None:
-        """What one decode step of `batch` requests takes on the device, and its halves; None on a CPU."""
+        """Device time per decode step of `batch` requests, and of its halves; None on a CPU."""
         return self.engine.step_times(batch)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -126,7 +127,7 @@ class LLM:
             while self.engine.has_work:
                 outputs |= {output.request_id: output for output in self.engine.step()}
         except PeagleError:
-            for request_id in ids:  # a refused prompt leaves none of the others behind
+            for request_id in ids:  # if one prompt is refused, abort the others
                 self.engine.abort(request_id)
             raise
         except BaseException:
@@ -149,7 +150,7 @@ def _params_of(
         return
     if len(params) != len(prompts):
         raise RequestError(
-            f"there are {len(prompts)} prompts and {len(params)} sampling parameters",
-            hint="give one for all, or one for each",
+            f"{len(prompts)} prompts but {len(params)} sampling parameters",
+            hint="pass one for all, or one per prompt",
         )
     yield from params

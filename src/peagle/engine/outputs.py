@@ -1,27 +1,20 @@
-"""What an engine gives back: answers, how they came about, and counts over everything it served."""
+"""Outputs of an engine: completions, streaming updates, metrics per request, and counters."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import TokenKind
 from peagle.decoding.stopping import FinishReason
+from peagle.scheduling.request import TokenLogprobs
 
 EndReason = FinishReason | Literal["abort"]
-"""Why an answer ends: of its own accord ("stop"), at a limit ("length"), or because somebody ended it ("abort")."""
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the target's own probabilities, whatever the sampling settings."""
-
-    logprob: float
-    top: dict[int, float]
-    """the likeliest tokens, as many as were asked for"""
+"""Why a completion ends: a stop token or string ("stop"), a limit ("length"), or the caller ("abort")."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer."""
+    """One of the n completions of a request."""
 
     index: int
     text: str
@@ -32,19 +25,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Of a request with all its answers. Times are those of `time.perf_counter`."""
+    """Metrics of a request with all its completions. Times are those of `time.perf_counter`."""
 
     arrived: float
     first_token_at: float | None
     finished_at: float | None
     acceptance: Acceptance
-    """drafts that were verified, and how many of their tokens were accepted at each position"""
+    """verified drafts, and accepted tokens per position"""
     num_cached_tokens: int
     num_preemptions: int
     started_at: float | None = None
-    """when its first answer got a place in the batch, the end of its time in the queue"""
+    """when its first completion left the queue"""
     num_draft_tokens: int = 0
-    """tokens of those drafts"""
+    """tokens of the verified drafts"""
 
     @property
     def queue_seconds(self) -> float | None:
@@ -57,43 +50,43 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request with all its answers."""
+    """A finished request with all its completions."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """for each token of the prompt, where they were asked for; None for the first, which nothing comes before"""
+    """for each prompt token, None for the first; None if not requested"""
 
     @property
     def text(self) -> str:
-        """The first answer."""
+        """Text of the first completion."""
         return self.outputs[0].text
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became certain of one answer in one step, for those who follow it while it grows."""
+    """The new tokens of one completion in one step, for streaming."""
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
-    """for each token, the text that became certain with it"""
+    """for each token, the text that became final with it"""
     num_accepted: int
-    """how many of the tokens, from the first, were accepted drafts"""
+    """how many of the tokens, counted from the first, are accepted drafts"""
     num_drafts: int
     """draft tokens that were verified; 0 for prefill and plain decoding"""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: EndReason | None = None
-    """set in the answer's last update; the last one of an aborted answer is "abort" and has no tokens"""
+    """set in the last update of the completion; "abort" comes without tokens"""
     is_prefill: bool = False
-    """whether the token came from running the text so far: an answer's first one, and the first after a preemption"""
+    """whether prefill emitted the token: the first of a completion, and the first after a preemption"""
     metrics: RequestMetrics | None = None
-    """set in the last update of the request, which ends the last of its answers"""
+    """set in the last update of the request"""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """set in the first update of the first answer, where they were asked for; as in `RequestOutput`"""
+    """set in the first update of the first completion; as in `RequestOutput`"""
 
     @property
     def text(self) -> str:
@@ -101,7 +94,7 @@ class Update:
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:
-        """For each token how it came about, in the words of the reference decoder.
+        """How each token was produced, in the terms of the reference decoder.
 
         >>> Update("r", 0, (5, 6, 7), ("a", "b", "c"), num_accepted=2, num_drafts=4).kinds
         ('accepted', 'accepted', 'recovered')
@@ -115,20 +108,20 @@ class Update:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made. Seconds of the device are known on a GPU only."""
+    """Counters since the engine started. `device_seconds` is known on a GPU only."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     """of finished requests"""
     num_prefill_tokens: int = 0
-    """run through prefill, those of preempted requests again"""
+    """prefilled tokens; a preempted request counts again"""
     num_cached_tokens: int = 0
-    """prompt tokens of finished requests that were not run because their pages were there"""
+    """cached prompt tokens of finished requests"""
     num_output_tokens: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     num_refused: int = 0
-    """because too many waited"""
+    """because the queue was full"""
     num_preemptions: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0

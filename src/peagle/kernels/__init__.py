@@ -1,5 +1,4 @@
-"""Tensor primitives with one signature, a plain PyTorch implementation, and a Triton one for GPUs.
+"""Kernels: each has one signature, a PyTorch implementation, and a Triton one (`*_triton.py`) for GPUs.
 
-Triton is imported when the first tensor on a GPU arrives, so everything works on a CPU without it. Knows nothing of
-models, requests or steps.
+Triton is imported at the first GPU tensor, so a CPU does not need it. Knows nothing of models or of the engine.
 """

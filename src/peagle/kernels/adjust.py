@@ -1,10 +1,10 @@
-"""Changing logits by what a request asks for, before a token is chosen: biases, forbidden ends, penalties, grammars.
+"""Adjust logits before a token is chosen: biases, banned end tokens, penalties, grammars.
 
 Legend: B requests, K draft tokens, L rows per request (row j comes after j draft tokens, so L is at most K + 1),
 N = B * L, V vocabulary, E edits, W = ceil(V / 32) words of bits.
 
-All of it reads no value on the host and can be recorded in a CUDA graph. A request whose settings ask for nothing
-(no edits, penalties 1, 0 and 0, every bit set) keeps its logits as they are, to the bit.
+Nothing reads a value on the host, so a CUDA graph can capture it. A request with neutral settings (no edits, penalties
+1, 0 and 0, every bit set) keeps its logits bit for bit.
 """
 
 from typing import NamedTuple
@@ -16,24 +16,24 @@ BITS = 32
 
 
 class Edits(NamedTuple):
-    """Numbers added to single logits for the tokens up to some index of the text."""
+    """Numbers to add to single logits, for tokens up to some index of the sequence."""
 
     token_ids_BE: Tensor
-    """int64; what is not used adds 0 to token 0"""
+    """int64; unused entries add 0 to token 0."""
     value_BE: Tensor
-    """float32; -inf forbids the token"""
+    """float32; -inf bans the token."""
     end_BE: Tensor
-    """int64: the edit holds for tokens whose index in the text is lower"""
+    """int64: the edit applies to tokens whose index in the sequence is lower."""
 
 
 class Penalties(NamedTuple):
-    """What a request takes off tokens it has seen."""
+    """Penalties for tokens that a request has seen."""
 
     repetition_B: Tensor
     frequency_B: Tensor
     presence_B: Tensor
     counts_BV: Tensor
-    """int32: how often each token stands in the answer so far"""
+    """int32: how often each token occurs in the answer so far."""
     is_in_prompt_BV: Tensor
 
 
@@ -45,12 +45,14 @@ def adjust_logits(
     drafts_BK: Tensor,
     position_B: Tensor,
 ) -> Tensor:
-    """New logits [N, V] in float32. Row j of a request decides the token at index position_B + j of its text, after
-    the first j of its draft tokens. Bit v % 32 of word v // 32 of `allowed_BLW` (int32) is set where the token v is
-    allowed. The order is: edits, then the repetition, frequency and presence penalties, then what is not allowed."""
+    """New float32 logits [N, V]: edits, then repetition, frequency and presence penalties, then the grammar's mask.
+
+    Row j of a request decides the token at index position_B + j of its sequence, after its first j draft tokens. Bit
+    v % 32 of word v // 32 of `allowed_BLW` (int32) is set if token v is allowed.
+    """
     num_requests, num_rows, _ = allowed_BLW.shape
     vocab_size = logits_NV.shape[1]
-    # The logits are the largest tensor of a step: they are copied once and changed in place.
+    # The logits are the largest tensor of a step: copy them once, then work in place.
     logits_BLV = logits_NV.view(num_requests, num_rows, vocab_size).to(torch.float32, copy=True)
     _edit(logits_BLV, edits, position_B)
     logits_BLV = _penalize_all(logits_BLV, penalties, drafts_BK[:, : num_rows - 1])
@@ -64,28 +66,28 @@ def _edit(logits_BLV: Tensor, edits: Edits, position_B: Tensor) -> None:
     position_BL = position_B[:, None] + torch.arange(num_rows, device=position_B.device)
     is_over_BLE = position_BL[..., None] >= edits.end_BE[:, None]
     value_BLE = edits.value_BE[:, None].expand(-1, num_rows, -1).masked_fill(is_over_BLE, 0)
-    # Where several edits meet on a token they are zeros beside one number, or end in -inf: the order does not matter.
+    # Several edits of one token are zeros and one number, or include -inf: their order does not matter.
     logits_BLV.scatter_add_(2, edits.token_ids_BE[:, None].expand(-1, num_rows, -1), value_BLE)
 
 
 def _penalize_all(logits_BLV: Tensor, penalties: Penalties, drafts_BK: Tensor) -> Tensor:
-    """All tokens by the counts of the text, then those of the drafts once more, with the drafts before them counted.
+    """Penalize all tokens by the counts of the text, then recompute the drafted tokens with earlier drafts counted.
 
-    That way no table of counts is made for every row.
+    This avoids a table of counts per row.
     """
     repetition_B, frequency_B, presence_B, counts_BV, is_in_prompt_BV = penalties
     settings = tuple(setting_B[:, None, None] for setting_B in (repetition_B, frequency_B, presence_B))
     num_drafts = drafts_BK.shape[1]
     if num_drafts == 0:
         return _penalize(logits_BLV, counts_BV[:, None], is_in_prompt_BV[:, None], *settings)
-    # Entry (j, i) is about draft token i at row j + 1, which it stands before if i <= j.
+    # Entry (j, i): draft token i at row j + 1, which it precedes if i <= j.
     is_before_KK = torch.ones(num_drafts, num_drafts, device=drafts_BK.device, dtype=torch.bool).tril()
     is_same_BKK = drafts_BK[:, :, None] == drafts_BK[:, None]
     num_before_BKK = (is_before_KK[None].to(torch.int32)[:, :, None] * is_same_BKK[:, None]).sum(-1, dtype=torch.int32)
     token_ids_BKK = drafts_BK[:, None].expand(-1, num_drafts, -1)
     counts_BKK = counts_BV.gather(1, drafts_BK)[:, None] + num_before_BKK
     is_in_prompt_BKK = is_in_prompt_BV.gather(1, drafts_BK)[:, None]
-    # A token that stands among the drafts, but not before the row, gets the value it has: its count is the text's.
+    # A draft token that does not precede the row has the count of the text, so its value does not change.
     values_BKK = _penalize(logits_BLV[:, 1:].gather(2, token_ids_BKK), counts_BKK, is_in_prompt_BKK, *settings)
     logits_BLV = _penalize(logits_BLV, counts_BV[:, None], is_in_prompt_BV[:, None], *settings)
     logits_BLV[:, 1:].scatter_(2, token_ids_BKK, values_BKK)

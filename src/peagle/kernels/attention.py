@@ -1,10 +1,10 @@
-"""Attention over paged keys and values: one signature, a plain PyTorch implementation, and a Triton one on GPUs.
+"""Paged attention: `paged_attention` runs PyTorch on a CPU and a Triton kernel on a GPU.
 
-Keys and values live in pages. A batch brings a few new rows for each of its requests; one call stores their keys and
-values in the pages and lets every row attend to its request's text. Two requests, pages of four, page 0 for waste:
+The KV cache is split into pages. A batch has a few new rows per request. One call writes their keys and values to the
+pages and attends from each row to its request's sequence. Two requests, pages of four cells:
 
-    request 0   6 keys in pages 2 and 5, brings 2 rows      row 0 has index 6, row 1 index 7
-    request 1   3 keys in page 4, brings 1 row              row 2 has index 3
+    request 0   6 cached keys in pages 2 and 5, 2 new rows      row 0 has index 6, row 1 index 7
+    request 1   3 cached keys in page 4, 1 new row              row 2 has index 3
 
 >>> rows = PagedRows(
 ...     page_table_BP=torch.tensor([[2, 5], [4, 0]]), first_row_B1=torch.tensor([0, 2, 3]),
@@ -15,11 +15,11 @@ values in the pages and lets every row attend to its request's text. Two request
 >>> visible_indexes(rows, request=0, window=4).int().tolist()
 [[0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1, 1]]
 
-A row that must leave no trace (padding, or a token whose key is in a shared page already) is given a cell of page 0,
-the waste page, which belongs to no request.
+A row that must not write to the cache (padding, or a token whose key is already in a shared page) gets a cell of page
+0, the waste page, which belongs to no request.
 
-Shapes: N rows, B requests, H query heads, G key-value heads (H a multiple of G), E head width, P pages a request,
-L rows a request.
+Shapes: N rows, B requests, H query heads, G key-value heads (H a multiple of G), E head width, P pages per request,
+L rows per request, M rows of one request times the query heads of a group, T keys of one request.
 """
 
 from typing import Any, NamedTuple
@@ -29,33 +29,29 @@ from torch import Tensor
 from torch.nn import functional
 
 WASTE_PAGE = 0
-MOST_SPLITS = 32
-SHARED_BYTES_OF_DEPTH = 228 << 10
-"""of a processor that holds two programs with several steps in flight, as those of H100 and later do"""
-NUM_COUNTERS = 1 << 16
 
 
 class PagedRows(NamedTuple):
-    """Where the new rows of a batch stand. All tensors are integer and on the device of the pages."""
+    """Where the new rows of a batch belong. All tensors are integer and on the device of the pages."""
 
     page_table_BP: Tensor
-    """page ids of each request in the order of its text, padded with the waste page"""
+    """The page table: page ids of each request in sequence order, padded with the waste page."""
     first_row_B1: Tensor
-    """B + 1 entries: the rows of request b are first_row[b] .. first_row[b + 1] - 1; there may be none"""
+    """B + 1 entries: request b has rows first_row[b] .. first_row[b + 1] - 1, possibly none."""
     context_B: Tensor
-    """keys of each request that come before its first new row, which has this index"""
+    """Number of cached keys of each request; also the index of its first new row."""
     cell_N: Tensor
-    """page * page_size + offset at which each row's own key and value are kept"""
+    """Cell of each row's own key and value: page * page_size + offset."""
     span_L0: Tensor
-    """empty; no request brings more rows than its length L, which as a shape is a variable to a compiler"""
+    """Empty. Its length L is the most rows of any request; a shape, so that torch.compile treats it as symbolic."""
     tree_BLL: Tensor | None = None
-    """bool: whether new row i of a request sees its new row j; None is causal. Its own diagonal must be set."""
+    """Mask: which new rows j each new row i of a request attends to; None is causal. The diagonal must be set."""
     host: "RowsOnHost | None" = None
-    """the same on the host, where `on_host` put it: the layers of a pass then share one look at the tensors"""
+    """A host copy made by `on_host`, shared by all layers of a forward pass."""
 
 
 class RowsOnHost:
-    """What the loop over requests needs of `PagedRows`, as Python numbers, and the masks it has built so far."""
+    """`PagedRows` as Python numbers for the loop over requests, with cached cells and masks."""
 
     def __init__(self, rows: PagedRows) -> None:
         bounds: list[int] = rows.first_row_B1.tolist()
@@ -65,12 +61,12 @@ class RowsOnHost:
             for request, context in enumerate(contexts)
             if bounds[request + 1] > bounds[request]
         ]
-        """(request, first row, end of its rows, context) of those that bring rows"""
+        """(request, first row, end of its rows, context) of each request that has rows."""
         self._cells: dict[tuple[int, int], slice | Tensor] = {}
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
 
     def cells(self, rows: PagedRows, request: int, num_keys: int, page_size: int) -> slice | Tensor:
-        """Where a request's keys lie among all cells: a slice if its pages follow one another, else every cell."""
+        """The cells of a request's keys: a slice if its pages are consecutive, else an index tensor."""
         cells = self._cells.get((request, page_size))
         if cells is None:
             ids_P = rows.page_table_BP[request, : -(-num_keys // page_size)]
@@ -87,7 +83,7 @@ class RowsOnHost:
     def mask(
         self, rows: PagedRows, request: int, window: int, first_key: int, group_size: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """What is added to the scores of a request's rows, once for each head of a group; None where all is seen."""
+        """Additive mask for a request's rows, repeated per head of a group; None if nothing is masked."""
         settings = (request, window, first_key, group_size, dtype)
         if settings not in self._masks:
             visible_MT = visible_indexes(rows, request, window, first_key)
@@ -100,72 +96,10 @@ class RowsOnHost:
 
 
 def on_host(rows: PagedRows) -> PagedRows:
-    """The same rows, read on the host once for all the layers of a pass. On a GPU as they were: it is not asked."""
+    """The same rows with a host copy for all layers of a forward pass. A no-op on a GPU: it would synchronize."""
     if rows.context_B.is_cuda or rows.host is not None:
         return rows
     return rows._replace(host=RowsOnHost(rows))
-
-
-class Processors(NamedTuple):
-    """What a GPU has of them."""
-
-    number: int
-    shared_bytes: int
-    """of each, for the programs that run on it"""
-
-
-class Cut(NamedTuple):
-    """How the GPU's kernel is cut."""
-
-    tile: int
-    """entries, which are rows times query heads, of a program"""
-    step: int
-    """keys of a step"""
-    num_splits: int
-    num_warps: int = 4
-    num_stages: int = 2
-    """of the loop over steps, where finding a page takes as many as fetching its keys: 2 to 4 keep one step in flight,
-    5 and 6 two, 7 three"""
-
-
-def cut(num_entries: int, num_teams: int, padded_width: int, dtype: torch.dtype, processors: Processors) -> Cut:
-    """For so many entries of a request and key-value head, of which there are `num_teams` in a batch.
-
-    A decode step's attention waits for its first keys longer than for the rest, so what counts is how many are asked
-    for at once: by several programs a text where requests are few, by steps in flight where they are not. More programs
-    than processors only pay where each text has one: they seem to hold up the kernel that follows.
-    Measured inside steps on an H200 (docs/log.md); benchmarks/attention.py tries others.
-    """
-    is_wide = padded_width > 256  # Gemma-4's 512: smaller tiles, or they do not fit beside each other
-    tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
-    room = 2 * processors.number
-    num_splits = _num_splits(num_teams, room) if num_entries <= tile else 1
-    row_bytes = padded_width * dtype.itemsize
-    if num_entries > tile or row_bytes > 256:  # prompts, and wide heads
-        step = 64 if padded_width <= 128 else 16 if is_wide else 32
-        return Cut(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
-    is_narrow, is_deep = row_bytes <= 128, processors.shared_bytes >= SHARED_BYTES_OF_DEPTH
-    num_small = -(-num_entries // 16) * num_teams
-    if num_small * MOST_SPLITS <= room:  # processors are left over, whatever is split
-        return Cut(16, 64, MOST_SPLITS)
-    if 2 * num_teams < processors.number:
-        if not is_narrow or num_entries > 32:
-            return Cut(tile, 64, num_splits)
-        return Cut(tile, 128, _num_splits(num_teams, processors.number), num_stages=5 if is_deep else 2)
-    num_warps = 2 if tile == 32 and padded_width > 64 else 4
-    if num_teams > room or not is_deep:
-        return Cut(tile, 64, num_splits, num_warps)
-    if is_narrow and num_entries <= 32:
-        if num_small <= processors.number:
-            return Cut(16, 128, 1, num_stages=5)
-        return Cut(16, 64, 1, num_warps=2, num_stages=5)
-    if num_small <= room:
-        return Cut(16, 128 if is_narrow else 64, 1, num_stages=7)
-    return Cut(tile, 128 if is_narrow else 64, 1, num_warps, num_stages=5)
-
-
-def _num_splits(num_programs: int, num_places: int) -> int:
-    return max(1, min(MOST_SPLITS, num_places // num_programs))
 
 
 def paged_attention(
@@ -182,20 +116,32 @@ def paged_attention(
     sinks_H: Tensor | None = None,
     first_key: int = 0,
 ) -> Tensor:
-    """Keep the rows' keys and values in the pages [pages, page_size, G, E] and return what they attend to, [N, H, E].
+    """Write the rows' keys and values to the pages [pages, page_size, G, E] and return the attention output [N, H, E].
 
-    A row of index i sees the indexes `first_key` .. i, of these only the last `window` where that is not 0, and of
-    the new rows only those its tree allows. `softcap` bounds the scores by softcap * tanh(score / softcap); `sinks_H`
-    are scores, one a head, that take part in the softmax and carry no value.
+    A row of index i attends to indexes `first_key` .. i, only to the last `window` of these if `window` is not 0, and
+    among the new rows only to those its tree allows. `softcap` bounds scores by softcap * tanh(score / softcap).
+    `sinks_H` are extra scores, one per head, that enter the softmax but carry no value.
     """
-    settings = (float(scale), int(window), float(softcap), sinks_H, int(first_key))
+    run = paged_attention_triton if query_NHE.is_cuda else paged_attention_torch
     tensors = (query_NHE, key_NGE, value_NGE, key_pages, value_pages)
-    if query_NHE.is_cuda:
-        # Imported where it is needed: the package must work where triton is not installed.
-        from peagle.kernels.attention_triton import paged_attention_triton
+    return run(*tensors, rows, float(scale), int(window), float(softcap), sinks_H, int(first_key))
 
-        return paged_attention_triton(*tensors, rows, *settings)
-    return paged_attention_torch(*tensors, rows, *settings)
+
+def paged_attention_triton(
+    query_NHE: Tensor,
+    key_NGE: Tensor,
+    value_NGE: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    rows: PagedRows,
+    *settings: Any,
+) -> Tensor:
+    # Imported lazily: triton may not be installed.
+    from peagle.kernels.attention_triton import launch
+
+    tensors = (query_NHE, key_NGE, value_NGE, key_pages, value_pages)
+    places = (rows.page_table_BP, rows.first_row_B1, rows.context_B, rows.cell_N, rows.span_L0, rows.tree_BLL)
+    return launch(*tensors, *places, *settings)
 
 
 def paged_attention_torch(
@@ -211,7 +157,7 @@ def paged_attention_torch(
     sinks_H: Tensor | None,
     first_key: int,
 ) -> Tensor:
-    """The oracle, and what runs on a CPU: a loop over requests."""
+    """The CPU implementation, and the reference for the kernel: a loop over requests."""
     key_cells, value_cells = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
     key_cells.index_copy_(0, rows.cell_N, key_NGE)
     value_cells.index_copy_(0, rows.cell_N, value_NGE)
@@ -223,7 +169,7 @@ def paged_attention_torch(
         num_rows = end - first
         cells = host.cells(rows, request, context + num_rows, key_pages.shape[1])
         mask_MT = host.mask(rows, request, window, first_key, group_size, query_NHE.dtype)
-        # Heads that share keys become further rows of one head, so nothing is repeated.
+        # Query heads of a group become extra rows of one head, so keys are not repeated.
         query_GME = query_NHE[first:end].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         key_GTE, value_GTE = _taken(key_cells, cells).transpose(0, 1), _taken(value_cells, cells).transpose(0, 1)
         attended_GME = _attend(query_GME, key_GTE, value_GTE, mask_MT, scale, softcap, sinks_H, num_rows)
@@ -237,12 +183,12 @@ def paged_attention_torch(
 
 
 def _taken(cells_CGE: Tensor, cells: slice | Tensor) -> Tensor:
-    # Indexing by a tensor copies number by number, index_select whole cells: a fifth of the time.
+    # index_select copies whole cells: five times faster than indexing with a tensor.
     return cells_CGE[cells] if isinstance(cells, slice) else cells_CGE.index_select(0, cells)
 
 
 def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int = 0) -> Tensor:
-    """Whether each new row of a request sees each index of its text, bool [rows, keys]."""
+    """Mask: which keys each new row of a request attends to, bool [rows, keys]."""
     num_rows = int(rows.first_row_B1[request + 1] - rows.first_row_B1[request])
     context = int(rows.context_B[request])
     device = rows.context_B.device

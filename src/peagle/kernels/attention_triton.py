@@ -1,17 +1,18 @@
-"""Paged attention for GPUs, one launch: store the new keys and values, attend, and combine the splits.
+"""Paged attention for GPUs in one launch: write the new keys and values, attend, and combine the splits.
 
-A program takes one key-value head of one request, a tile of its rows times the query heads that share the head, and
-one split of the cached keys. The new rows' keys are read from the projections, not from the pages, so no program waits
-for another's store. Where several splits have work, each leaves its partial result in scratch memory, and the last one
-to arrive, told by a counter, combines them: a second launch would cost more than the work it does.
+A CTA handles one key-value head of one request, a tile of its rows times the query heads of that group, and one split
+of the cached keys. It reads the new rows' keys from the projections, not from the pages, so no CTA waits for another's
+write. If several splits have work, each writes its partial result to scratch memory, and the last one to finish (by an
+atomic counter) combines them: a second launch would cost more.
 
-The number of splits is fixed when the call is recorded in a graph; how much each takes follows the text's length on
-the device, so one graph serves all lengths. Likewise a graph has programs for as many tiles as its rows can fill, and
-which request a program's tile belongs to is found on the device.
+The number of splits is fixed when a CUDA graph is captured. The device derives each split's share from the sequence
+length, so one graph serves all lengths. Likewise a graph launches CTAs for as many tiles as its rows can fill, and the
+device finds the request of each tile.
 
-Shapes as in `attention.py`, and M rows of a tile.
+Shapes as in `attention.py`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from functools import cache
 
 import torch
@@ -19,48 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels import attention
-from peagle.kernels.attention import NUM_COUNTERS, SHARED_BYTES_OF_DEPTH, PagedRows, Processors
+from peagle.kernels import tilings
 from peagle.kernels.overlap_triton import can_overlap, take_turn
 from peagle.kernels.softmax_triton import add_sinks, combine, fold, score, share
-
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
-def paged_attention_triton(
-    query_NHE: Tensor,
-    key_NGE: Tensor,
-    value_NGE: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    rows: PagedRows,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks_H: Tensor | None,
-    first_key: int,
-) -> Tensor:
-    return _paged_attention(
-        query_NHE,
-        key_NGE,
-        value_NGE,
-        key_pages,
-        value_pages,
-        rows.page_table_BP,
-        rows.first_row_B1,
-        rows.context_B,
-        rows.cell_N,
-        rows.span_L0,
-        rows.tree_BLL,
-        scale,
-        window,
-        softcap,
-        sinks_H,
-        first_key,
-    )
+from peagle.kernels.tilings import DEEP_PIPELINE_BYTES, NUM_COUNTERS, Gpu
 
 
 @torch.library.custom_op("peagle::paged_attention", mutates_args=("key_pages", "value_pages"))
-def _paged_attention(
+def launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,10 +53,10 @@ def _paged_attention(
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
     num_entries = max_rows * (num_heads // num_groups)
-    tile, step, num_splits, num_warps, num_stages = attention.cut(
-        num_entries, num_requests * num_groups, padded_width, query.dtype, processors_of(query.device)
+    tile, step, num_splits, num_warps, num_stages = tilings.attention_tiling(
+        num_entries, num_requests * num_groups, padded_width, query.dtype, gpu_of(query.device)
     )
-    # Requests may have several tiles, each as many as its rows need; only the device knows how many (`_tile_of`).
+    # A request may need several tiles; only the device knows how many (`_tile_of`).
     is_tiled = num_entries > tile
     num_places = num_rows * (num_heads // num_groups) // tile + num_requests if is_tiled else num_requests
     partial = torch.empty(
@@ -151,22 +118,22 @@ def _paged_attention(
     return attended
 
 
-@_paged_attention.register_fake
+@launch.register_fake
 def _(query: Tensor, *args: object, **kwargs: object) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 @cache
-def processors_of(device: torch.device) -> Processors:
+def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return Processors(8, SHARED_BYTES_OF_DEPTH)
+        return Gpu(8, DEEP_PIPELINE_BYTES)
     properties = torch.cuda.get_device_properties(device)
-    return Processors(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Zeros. Each call leaves them zero again, so all calls on a stream share them."""
+    """Zeros. Each call resets them to zero, so all calls on a stream share them."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -190,7 +157,7 @@ def _attend_cached(
     has_softcap: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The running softmax over indexes begin .. end - 1 of the pages. Every one of them comes before every row."""
+    """The online softmax over cached indexes begin .. end - 1, all of which precede every row."""
     high = tl.full([tile], float("-inf"), tl.float32)
     mass = tl.zeros([tile], tl.float32)
     attended = tl.zeros([tile, padded_width], tl.float32)
@@ -245,7 +212,7 @@ def _attend_new(
     has_softcap: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Go on with new rows 0 .. end - 1 of the request, and keep the keys and values of first_kept .. end_kept - 1."""
+    """Continue with new rows 0 .. end - 1 of the request; write keys and values of first_kept .. end_kept - 1."""
     column = tl.arange(0, padded_width)
     is_column = column < width
     for position in range(0, end, step):
@@ -283,10 +250,10 @@ def _attend_new(
 def _tile_of(
     place, first_row_ptr, num_requests, padded_requests: tl.constexpr, group_size: tl.constexpr, tile: tl.constexpr
 ):
-    """The request that has this place, and which of its tiles stands there.
+    """The request and tile index of a place in the grid.
 
-    Request r has the places from r plus the number of whole tiles that the entries before its first would fill. To the
-    next request's that is as many as it has tiles, or one more, which is empty.
+    Request r starts at place r + (entries before its first) // tile. That leaves it as many places as it has tiles, or
+    one more, which stays empty.
     """
     index = tl.arange(0, padded_requests)
     is_request = index < num_requests
@@ -371,7 +338,7 @@ def _attend(
         end, lowest, scale, softcap, cell_stride, tile, width, padded_width, page_size, step, has_softcap, precision,
     )  # fmt: skip
     if split == 0:
-        # Rows whose first head lies in this tile are this program's to keep.
+        # This CTA writes the rows whose first head lies in its tile.
         first_kept, end_kept = tl.cdiv(tile_index * tile, group_size), tl.cdiv((tile_index + 1) * tile, group_size)
         high, mass, attended = _attend_new(
             query, key_ptr + first * key_row_stride + group * key_head_stride,
@@ -381,7 +348,7 @@ def _attend(
             value_row_stride, cell_stride, tree_row_stride, high, mass, attended, width, padded_width, new_step,
             has_tree, has_softcap, precision,
         )  # fmt: skip
-    if num_splits > 1:  # noqa: SIM102  # known when compiled; the next is not
+    if num_splits > 1:  # noqa: SIM102  # a compile-time condition; the next is not
         if num_active > 1:
             team = tl.program_id(0).to(tl.int64)
             high, mass, attended, is_last = combine(

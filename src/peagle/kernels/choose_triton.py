@@ -1,23 +1,21 @@
-"""Choosing tokens on GPUs, one launch and one program per row: see `choose_tokens` for what it means.
+"""`choose_tokens` on GPUs: one launch, one CTA per row.
 
-A program reads its row a tile at a time and goes on only as far as the row's settings ask:
+A CTA reads its row one tile at a time. It makes only the passes that the row's settings need:
 
-    every row          one pass for the largest logit; at temperature 0 this is all
+    every row          one pass for the largest logit; the only one at temperature 0
     top-k              passes that count tokens, to find the k-th largest logit
-    top-p              passes that add up weights, to find the smallest logit of the nucleus
-    sampled            one pass for the mass of every tile, then the tile in which the draw falls
+    top-p              passes that sum weights, to find the smallest logit of the nucleus
+    sampling           one pass for the mass of each tile, then the tile that holds the draw
 
-The two searches sort nothing. Floats, read as integers with the negative ones mirrored, are in the order of their
-values, so the border is found by halving an interval of such keys: 16 passes for bfloat16, whose keys are the upper
-halves of float32's, 19 for float16, and 32 for float32; fewer for top-p, whose interval starts out narrow. A border
-goes through the same scaling as the logits and tokens are compared with it afterwards, so that logits which scaling
-makes equal are kept or dropped together.
+top-k and top-p search by bisection instead of sorting. The bits of a float, with negative values mirrored, are an
+integer key that sorts like the float. Bisecting over keys takes 16 passes for bfloat16, 19 for float16 and 32 for
+float32; top-p starts from a narrower interval. The threshold is scaled like the logits before tokens are compared with
+it, so logits that become equal by scaling are kept or dropped together.
 
-NaN compares false with everything and hence has no weight. Every loop is bounded whatever the logits are.
+NaN compares false with everything, so it has no weight. Every loop is bounded for any logits.
 
 Legend: B requests, L rows per request, N = B * L rows, V vocabulary.
 """
-# Arguments of a kernel have Triton's types, which Python's annotations cannot say.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
@@ -25,22 +23,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels import choose
+from peagle.kernels.random_numbers import SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2, SPLITMIX_STEP
 
 LARGEST_TILE = 8192
-THREADS_A_WARP = 32
-LOGITS_A_THREAD = 8
+THREADS_PER_WARP = 32
+LOGITS_PER_THREAD = 8
 
-# Lower bits of a float32 that are zero in every value of the type.
+# Low bits that are zero when a value of this dtype is widened to float32.
 SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 PASSES_BY_VALUE = tl.constexpr(5)
-_STEP = tl.constexpr(choose.SPLITMIX_STEP)
-_MULTIPLIER_1 = tl.constexpr(choose.SPLITMIX_MULTIPLIER_1)
-_MULTIPLIER_2 = tl.constexpr(choose.SPLITMIX_MULTIPLIER_2)
+_STEP = tl.constexpr(SPLITMIX_STEP)
+_MULTIPLIER_1 = tl.constexpr(SPLITMIX_MULTIPLIER_1)
+_MULTIPLIER_2 = tl.constexpr(SPLITMIX_MULTIPLIER_2)
 
 
-def choose_tokens_triton(
+def launch(
+    rows_per_request: int,
     logits_NV: Tensor,
     temperature_B: Tensor,
     top_k_B: Tensor,
@@ -60,21 +59,21 @@ def choose_tokens_triton(
         logits_NV = logits_NV.contiguous()
     tile = min(LARGEST_TILE, max(256, triton.next_power_of_2(vocab_size)))
     settings = (temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B)
-    # A kernel starts on the current device, which need not be that of the logits.
+    # Triton launches on the current device, which may not be the logits' device.
     with torch.cuda.device_of(logits_NV):
         _choose_token[(num_rows,)](
             tokens_N,
             logits_NV,
             logits_NV.stride(0),
             *(setting_B.contiguous() for setting_B in settings),
-            choose.rows_per_request(logits_NV, temperature_B),
+            rows_per_request,
             VOCAB=vocab_size,
             STREAM=stream,
             SPARE=SPARE_BITS[logits_NV.dtype],
             TILE=tile,
-            # The smallest power of two is 2, because a scan over one element is no scan.
+            # At least 2: a scan needs more than one element.
             TILES=max(2, triton.next_power_of_2(triton.cdiv(vocab_size, tile))),
-            num_warps=max(4, tile // (THREADS_A_WARP * LOGITS_A_THREAD)),
+            num_warps=max(4, tile // (THREADS_PER_WARP * LOGITS_PER_THREAD)),
         )
     return tokens_N
 
@@ -122,20 +121,20 @@ def _choose_token(
 
 @triton.jit
 def _load(row_ptr, start, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """A tile of logits as float32; what lies beyond the vocabulary is -inf."""
+    """A tile of logits as float32; -inf beyond the vocabulary."""
     ids = start + tl.arange(0, TILE)
     return tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _scaled(logits, largest, temperature):
-    # An exact division, as PyTorch's: the fast one may order two logits the wrong way round.
+    # Exact division, as in PyTorch: the fast one can swap the order of two logits.
     return tl.div_rn(logits - largest, temperature)
 
 
 @triton.jit
 def _weights(logits, largest, temperature, floor):
-    """Relative to the most likely token, which has 1; 0 for tokens below the floor."""
+    """Weights relative to the most likely token, which has 1; 0 for tokens below the floor."""
     scaled = _scaled(logits, largest, temperature)
     return tl.where(scaled >= floor, tl.exp(scaled), 0.0)
 
@@ -156,23 +155,23 @@ def _first_largest(row_ptr, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _key(value, SPARE: tl.constexpr):
-    """The int64 that stands where `value`, a float32 with `SPARE` zero bits, stands among the values of its type."""
+    """The int64 key of a float32 whose low `SPARE` bits are zero. Keys sort like the values."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE).to(tl.int64)
 
 
 @triton.jit
 def _value(key, SPARE: tl.constexpr):
-    """The float32 whose key it is."""
+    """The float32 with this key."""
     mirrored = (key << SPARE).to(tl.int32)
-    # A negative float was mirrored, which made its spare bits ones before they were cut off.
+    # Mirroring a negative float set its spare bits to one before the shift dropped them.
     mirrored = tl.where(key < 0, mirrored | ((1 << SPARE) - 1), mirrored)
     return (mirrored ^ ((mirrored >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_of_kth(row_ptr, VOCAB: tl.constexpr, largest, top_k, SPARE: tl.constexpr, TILE: tl.constexpr):
-    """The largest key that at least `top_k` tokens reach, which is that of the k-th largest logit."""
+    """The key of the k-th largest logit: the largest key that at least `top_k` tokens reach."""
     reached = _key(tl.full((), float("-inf"), tl.float32), SPARE)
     missed = _key(largest, SPARE) + 1
     while missed - reached > 1:
@@ -201,11 +200,11 @@ def _mass_above(row_ptr, VOCAB: tl.constexpr, largest, temperature, floor, value
 def _key_of_nucleus(
     row_ptr, VOCAB: tl.constexpr, largest, temperature, floor, floor_key, top_p, SPARE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The smallest key above which less than `top_p` of the weight lies, and hence the last that is needed for it."""
+    """The key of the nucleus's smallest logit: the smallest key above which less than `top_p` of the weight lies."""
     everything = _mass_above(row_ptr, VOCAB, largest, temperature, floor, float("-inf"), TILE)
     enough = top_p.to(tl.float64) * everything
-    # Tokens that weigh less than an even share of what may be left out cannot weigh too much together, so the border is
-    # not among them. The 1 is room for rounding.
+    # Tokens below an even share of the weight to drop cannot exceed it together, so the threshold is not among them.
+    # The 1 leaves room for rounding.
     share = (1.0 - top_p) * everything.to(tl.float32) / VOCAB
     lowest = largest + temperature * (tl.log(share) - 1.0)
     inside = _key(largest, SPARE)
@@ -213,7 +212,7 @@ def _key_of_nucleus(
     num_passes = tl.zeros((), tl.int32)
     while inside - outside > 1:
         middle = outside + ((inside - outside) >> 1)
-        # Keys crowd around zero: an interval of logits that holds it is halved by value first.
+        # Keys are dense around zero, so the first passes bisect by value.
         by_value = _key(0.5 * _value(outside, SPARE) + 0.5 * _value(inside, SPARE), SPARE)
         by_value = tl.minimum(tl.maximum(by_value, outside + 1), inside - 1)
         middle = tl.where(num_passes < PASSES_BY_VALUE, by_value, middle)
@@ -228,15 +227,14 @@ def _key_of_nucleus(
 def _draw(
     row_ptr, VOCAB: tl.constexpr, largest, temperature, floor, min_p, uniform, TILE: tl.constexpr, TILES: tl.constexpr
 ):
-    """The first token at which the cumulative weight exceeds `uniform` times all of it; 0 if there is no weight."""
+    """The first token whose cumulative weight exceeds `uniform` times the total; 0 if there is no weight."""
     tile_ids = tl.arange(0, TILES)
     masses = tl.zeros((TILES,), tl.float64)
     for tile in range(tl.cdiv(VOCAB, TILE)):
         weights = _weights(_load(row_ptr, tile * TILE, VOCAB, TILE), largest, temperature, floor)
         mass = tl.sum(tl.where(weights >= min_p, weights, 0.0).to(tl.float64), 0)
         masses = tl.where(tile_ids == tile, mass, masses)
-    # A parallel sum may round differently from one entry to the next: a tile without weight is never taken, nor is the
-    # total read from it.
+    # A parallel scan may round each entry differently: ignore tiles without weight, for the draw and for the total.
     ends = tl.where(masses > 0, tl.cumsum(masses, 0), 0.0)
     threshold = uniform * tl.max(ends, 0)
     tile = tl.min(tl.where(ends > threshold, tile_ids, TILES), 0)
@@ -250,14 +248,14 @@ def _draw(
         reached = before + tl.cumsum(tl.where(has_weight, weights, 0.0).to(tl.float64), 0)
         token = tl.min(tl.where(has_weight & (reached > threshold), ids, VOCAB), 0)
         if token == VOCAB:
-            # The scan fell short of the tile's sum by a rounding.
+            # Rounding left the scan below the tile's sum.
             token = tl.max(tl.where(has_weight, ids, 0), 0)
     return token
 
 
 @triton.jit
 def _mix(bits):
-    """One step of splitmix64; the masks undo the sign that an arithmetic shift copies."""
+    """One step of splitmix64; the masks clear the sign bits that an arithmetic shift copies."""
     bits = bits + _STEP
     bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
     bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
@@ -266,6 +264,6 @@ def _mix(bits):
 
 @triton.jit
 def _uniform(seed, position, STREAM: tl.constexpr):
-    """The number of `choose.uniform`, to the bit."""
+    """Same bits as `random_numbers.uniform`."""
     bits = _mix(_mix(_mix(seed) ^ position) ^ STREAM)
     return ((bits >> 11) & ((1 << 53) - 1)).to(tl.float64) * (2.0**-53)

@@ -1,4 +1,4 @@
-"""The one door to torch's compiler."""
+"""The single use of torch.compile, with its settings."""
 
 import warnings
 from collections.abc import Callable
@@ -10,19 +10,22 @@ NOTES = (
     "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",
     "Online softmax is disabled on the fly",
 )
-"""beginnings of what torch's compiler tells users of a GPU and they can do nothing about"""
-MOST_VARIANTS = 64
-"""shapes and kinds of layers for which one function is compiled; torch would give up after 8, and run it as it is"""
+"""Prefixes of compiler warnings that users cannot act on."""
+MAX_VARIANTS = 64
+"""Variants (shapes, layer types) per compiled function. torch would fall back to eager after 8."""
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a faster function with the same results; the identity without a compiler."""
 
 
 def compiled(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-    """`function`, compiled at its first call: for any batch size at once where `dynamic`, else for each shape.
+    """`function`, compiled at its first call: once for all batch sizes if `dynamic`, else per shape.
 
-    The compiler advises to let float32 products round to 10 bits, but float32 is what answers are compared in here; and
-    it says which softmax it splits, of the experts' routers. Neither is passed on.
+    Hides two warnings: the advice to use TensorFloat32, since exact comparisons need float32, and a note on the softmax
+    of expert routers.
     """
     for note in NOTES:
         warnings.filterwarnings("ignore", message=rf"\s*{note}", category=UserWarning)
     settings = torch._dynamo.config
-    settings.recompile_limit = max(settings.recompile_limit, MOST_VARIANTS)
+    settings.recompile_limit = max(settings.recompile_limit, MAX_VARIANTS)
     return torch.compile(function, dynamic=dynamic)

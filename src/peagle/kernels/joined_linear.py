@@ -1,7 +1,7 @@
-"""Linear layers that read the same input, as one product.
+"""Join linear layers that read the same input into one product.
 
-Query, key and value projections, and gate and up projections, read the same rows. A product of a few rows costs
-little more than its launch, so one product instead of three saves two launches, in every layer and every step.
+Query, key and value projections read the same rows, and so do gate and up projections. With few rows a product costs
+little more than its launch, so one product instead of three saves two launches per layer and step.
 """
 
 import torch
@@ -13,11 +13,11 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joined:
-    """Weights of several layers under one another, and the product of the input that is being asked for."""
+    """The stacked weights of several layers, and their product with the current input."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         self.parts = parts
-        """the layers as they were, to be given back; meanwhile their parameters are views of the joined ones"""
+        """The original layers, for `part_linears`. Their parameters are views of the joined ones."""
         self.sizes = [part.out_features for part in parts]
         self.weight = torch.cat([part.weight for part in parts])
         has_bias = any(name == "bias" for part in parts for name, _ in part.named_parameters())
@@ -27,27 +27,25 @@ class Joined:
             if self.bias is not None:
                 part.bias.data = self.bias.split(self.sizes)[index]
         self.packed: nn.Module | None = None
-        """computes the product from a packed form of the weight, where one was made"""
-        self.forget()
+        """Computes the product from a packed form of the weight, if there is one."""
+        self._reset()
 
-    def forget(self) -> None:
+    def _reset(self) -> None:
         self._input: Tensor | None = None
         self._parts: list[Tensor] = []
         self._num_taken = 0
 
     def product(self, x: Tensor, index: int) -> Tensor:
-        """One layer's part of the product with `x`: computed for the first to ask, forgotten with the last."""
+        """One layer's part of the product with `x`: computed at the first call, dropped after the last."""
         if self._input is not x:
             self._input, self._num_taken = x, 0
-            self._parts = list(self._multiply(x).split(self.sizes, dim=-1))
+            whole = skinny_linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
+            self._parts = list(whole.split(self.sizes, dim=-1))
         part = self._parts[index]
         self._num_taken += 1
         if self._num_taken == len(self.sizes):
-            self.forget()
+            self._reset()
         return part
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        return skinny_linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
 
 class JoinedPart(nn.Module):
@@ -66,9 +64,9 @@ class JoinedPart(nn.Module):
 
 @torch.no_grad()
 def join_linears(module: nn.Module) -> int:
-    """Join the projections that stand side by side in `module`, in place, and return how many groups there were.
+    """Join sibling projections inside `module`, in place, and return the number of groups.
 
-    The state dict keeps its names and values, and takes no more memory than before.
+    The state dict keeps its names, values and size.
     """
     num_joined = 0
     for parent in list(module.modules()):
@@ -85,14 +83,14 @@ def join_linears(module: nn.Module) -> int:
 
 
 def joined_groups(module: nn.Module) -> list[Joined]:
-    """What `join_linears` has made in `module`."""
+    """The groups that `join_linears` has made in `module`."""
     groups = {id(part.joined): part.joined for part in module.modules() if isinstance(part, JoinedPart)}
     return list(groups.values())
 
 
 @torch.no_grad()
 def part_linears(module: nn.Module) -> None:
-    """Undo `join_linears`: the very layers and parameters that were there, each with memory of its own."""
+    """Undo `join_linears`: restore the original layers and parameters, with their own memory."""
     for parent in list(module.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, JoinedPart):

@@ -1,45 +1,38 @@
-"""The most likely token of each row of logits and its log-probability.
+"""The most likely token of each row of logits and its log-probability: a drafter's drafts with their confidence.
 
-These are a drafter's drafts and how sure it is of each. A GPU finds both in one launch that reads the logits once;
-PyTorch would read them three times: for the token, for its logit and for the sum that the logit is held against.
+On a GPU one launch reads the logits once. PyTorch would read them three times: for the token, its logit and the sum.
 
 Legend: N rows, V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
-def likeliest(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+def likeliest_torch(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The most likely token [N], int64, the lowest id among equals, and its log-probability [N], float32.
 
-    A logit of -inf is a token that cannot be. On a GPU the call does not wait, can be recorded in a CUDA graph and
-    compiled with `fullgraph`. A row without any finite logit, or with a NaN, has no right answer: it gives some id of
-    the vocabulary, with NaN.
+    `likeliest` on a CPU, and the reference for the kernel.
     """
-    token_N, logprob_N = _likeliest(logits_NV)
-    return token_N, logprob_N
-
-
-def likeliest_torch(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The oracle, and what runs on a CPU."""
     float_NV = logits_NV.float()
     return logits_NV.argmax(-1), float_NV.amax(-1) - float_NV.logsumexp(-1)
 
 
 def _likeliest_on_gpu(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    # Imported where it is needed: the package must work where triton is not installed.
+    # Imported lazily: triton may not be installed.
     from peagle.kernels.likeliest_triton import likeliest_triton
 
     return likeliest_triton(logits_NV)
 
 
-def _one_of_each_a_row(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    num_rows = logits_NV.shape[0]
-    return logits_NV.new_empty(num_rows, dtype=torch.int64), logits_NV.new_empty(num_rows, dtype=torch.float32)
-
-
-# An operator of its own, so that a compiler takes the call as it stands and does not look into the kernel.
-_likeliest = torch.library.custom_op("peagle::likeliest", likeliest_torch, mutates_args=(), device_types="cpu")
-_likeliest.register_kernel("cuda", _likeliest_on_gpu)
-_likeliest.register_fake(_one_of_each_a_row)
+# A custom op, so that torch.compile does not trace into the kernel.
+_op = torch.library.custom_op("peagle::likeliest", likeliest_torch, mutates_args=(), device_types="cpu")
+_op.register_kernel("cuda", _likeliest_on_gpu)
+_op.register_fake(
+    lambda logits_NV: tuple(logits_NV.new_empty(len(logits_NV), dtype=kind) for kind in (torch.int64, torch.float32))
+)
+likeliest: Callable[[Tensor], tuple[Tensor, Tensor]] = _op
+"""On a GPU it does not synchronize, and can be captured in a CUDA graph and compiled with `fullgraph`. A row without a
+finite logit, or with a NaN, gives an arbitrary id of the vocabulary and NaN."""

@@ -1,7 +1,7 @@
-"""The most likely token and its log-probability on GPUs, one launch and one program per row: see `likeliest`.
+"""`likeliest` on GPUs: one launch, one CTA per row.
 
-A program reads its row a block at a time. Every lane of the block keeps a running softmax of its own, the largest logit
-it has seen, that logit's id, and the weight of all it has seen relative to that logit; the lanes meet once, at the end.
+A CTA reads its row one block at a time. Every lane keeps its own online softmax: its largest logit, that logit's id,
+and the sum of weights relative to it. The lanes are reduced once, at the end.
 
 Legend: N rows, V vocabulary.
 """
@@ -16,9 +16,9 @@ from peagle.kernels.overlap_triton import can_overlap, take_turn
 
 LARGEST_BLOCK = 4096
 SMALLEST_BLOCK = 128
-THREADS_A_WARP = 32
-# Twice as many would take more than 64 registers, and leave a multiprocessor room for one program instead of three.
-LOGITS_A_THREAD = 8
+THREADS_PER_WARP = 32
+# Twice as many need more than 64 registers, so one CTA instead of three fits on an SM.
+LOGITS_PER_THREAD = 8
 
 
 def likeliest_triton(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def likeliest_triton(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV = logits_NV.contiguous()
     block = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, triton.next_power_of_2(vocab_size)))
     overlaps = can_overlap(logits_NV.device)
-    # A kernel starts on the current device, which need not be that of the logits.
+    # Triton launches on the current device, which may not be the logits' device.
     with torch.cuda.device_of(logits_NV):
         _find_likeliest[(num_rows,)](
             token_N,
@@ -41,7 +41,7 @@ def likeliest_triton(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
             vocab_size=vocab_size,
             block=block,
             overlaps=overlaps,
-            num_warps=max(4, block // (THREADS_A_WARP * LOGITS_A_THREAD)),
+            num_warps=max(4, block // (THREADS_PER_WARP * LOGITS_PER_THREAD)),
             **({"launch_pdl": True} if overlaps else {}),
         )
     return token_N, logprob_N
@@ -67,8 +67,8 @@ def _find_likeliest(
     for start in range(0, vocab_size, block):
         logits = tl.load(row_ptr + start + lane, mask=start + lane < vocab_size, other=float("-inf")).to(tl.float32)
         is_higher = logits > high
-        # Of the old high and the new logit, the larger weighs 1 and the other this: one exponential serves both cases.
-        # A lane that has seen nothing yet has high = -inf; 0 in its place keeps exp(-inf - -inf) out.
+        # The larger of the old high and the new logit has weight 1, the other this: one exponential for both cases.
+        # A lane without a logit yet has high = -inf; use 0 to avoid exp(-inf - -inf).
         lesser = tl.exp(-tl.abs(logits - tl.where(high == float("-inf"), 0.0, high)))
         mass = tl.where(is_higher, mass * lesser + 1.0, mass + lesser)
         high = tl.where(is_higher, logits, high)

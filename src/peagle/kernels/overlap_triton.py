@@ -1,8 +1,8 @@
-"""Letting a kernel begin while the one before it ends (programmatic dependent launch).
+"""Programmatic dependent launch: start a kernel while the previous one ends.
 
-A step is hundreds of kernels of a few microseconds, and the gap between two is about one. A kernel launched this way is
-placed on the GPU early; it may fetch what no kernel writes, weights, and waits in `take_turn` until everything before
-it is complete. Kernels launched the usual way, before or after, are ordered as ever.
+A step is hundreds of kernels of a few microseconds, with gaps of about one. A kernel launched this way is scheduled
+early. It may prefetch data that no kernel writes (weights), and waits in `take_turn` until all earlier work is done.
+Kernels launched the usual way keep their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,7 +20,7 @@ def can_overlap(device: torch.device) -> bool:
 
 @triton.jit
 def take_turn(overlaps: tl.constexpr):
-    """Let the next kernel be placed, and wait until the previous one is done. Nothing it wrote may be read before."""
+    """Let the next kernel be scheduled, and wait for the previous one. Read nothing that it writes before this."""
     if overlaps:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -28,9 +28,9 @@ def take_turn(overlaps: tl.constexpr):
 
 @triton.jit
 def prefetch(first_ptr, row_ptr, is_row, size, num_columns: tl.constexpr):
-    """Ask for the first `num_columns` 16-bit values of each row to be brought into the GPU's cache.
+    """Prefetch the first `num_columns` 16-bit values of each row into the L2 cache.
 
-    `first_ptr` is any address that may be read, for rows that are not there.
+    `first_ptr` is any readable address, used for masked rows.
     """
     line = tl.arange(0, num_columns // 64) * 64  # 128 bytes
     pointers = row_ptr[:, None] + tl.minimum(line, size - 1)[None, :]

@@ -1,8 +1,7 @@
-"""Products of a few rows with a large weight, for GPUs: as fast as the weight can be read.
+"""Products of few rows with a large weight, for GPUs, at the speed of reading the weight.
 
-Each program takes some output columns, streams their part of the weight once and multiplies it with its rows, which are
-all of them where they are few. What follows such products in a decoder layer joins in: the gate of two products, and
-the sum with the residual stream.
+Each CTA takes some output columns, streams their part of the weight once and multiplies it with a tile of rows, or all
+rows if they are few. The gate of two products and the sum with the residual stream are fused.
 
 Shapes: M rows, N output columns, K input columns.
 """
@@ -14,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.overlap_triton import can_overlap, prefetch, take_turn
-from peagle.kernels.skinny_linear import Tiling
+from peagle.kernels.tilings import LinearTiling
 
 
 def skinny_linear_triton(
@@ -23,9 +22,9 @@ def skinny_linear_triton(
     bias_N: Tensor | None,
     residual_MN: Tensor | None,
     activation: str | None,
-    tiling: Tiling,
+    tiling: LinearTiling,
 ) -> Tensor:
-    """residual + linear(x); gated where there is an activation, as for `gated_linear`."""
+    """residual + linear(x); gated as in `gated_linear` if there is an activation."""
     num_rows, size = x_MK.shape
     num_columns = len(weight_NK) if activation is None else len(weight_NK) // 2
     y_MN = torch.empty((num_rows, num_columns), dtype=x_MK.dtype, device=x_MK.device)
@@ -90,7 +89,7 @@ def _multiply(
     weight_row = weight_ptr + column.to(tl.int64) * weight_stride
     second_half = num_columns.to(tl.int64) * weight_stride
     if ahead > 0:
-        # The weight was there before the previous kernel began: its first part can come in while that one ends.
+        # No kernel writes the weight, so its first part can load while the previous kernel ends.
         prefetch(weight_ptr, weight_row, is_column, size, ahead)
         if activation is not None:
             prefetch(weight_ptr, weight_row + second_half, is_column, size, ahead)
@@ -116,11 +115,11 @@ def _multiply(
             second_total += second.to(tl.float32)[None, :]
         if activation == "silu":
             total = total * tl.sigmoid(total) * second_total
-        else:  # gelu, by its hyperbolic tangent: 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        else:  # gelu, tanh form: 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
             total = total * tl.sigmoid(1.5957691216 * (total + 0.044715 * total * total * total)) * second_total
     is_output = is_row[:, None] & is_column[None, :]
     if has_residual:
-        # Rounded before the sum, as where the sum is a kernel of its own.
+        # Round before the sum, as a separate kernel would.
         residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=is_output, other=0.0)
         total = total.to(y_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)
     tl.store(y_ptr + row[:, None] * num_columns + column[None, :], total.to(y_ptr.dtype.element_ty), mask=is_output)

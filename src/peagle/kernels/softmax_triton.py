@@ -1,6 +1,6 @@
-"""The running softmax of attention kernels, and how several programs share the keys of one text.
+"""The online softmax of the attention kernels, and how several CTAs split the keys of one sequence.
 
-Shapes as in `attention.py`: M rows of a tile, T keys of a step, E width.
+Shapes: M rows of a tile, T keys of an iteration, E width.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def fold(scores, values, high, mass, attended, precision: tl.constexpr):
-    """One step of the running softmax: `scores` [M, T] and `values` [T, E] join what was seen so far."""
+    """One iteration of the online softmax, with `scores` [M, T] and `values` [T, E]."""
     new_high = tl.maximum(high, tl.max(scores, 1))
-    # A row that has seen nothing yet has high = -inf; 0 in its place keeps exp(-inf - -inf) out.
+    # A row without keys yet has high = -inf; use 0 to avoid exp(-inf - -inf).
     safe_high = tl.where(new_high == float("-inf"), 0.0, new_high)
     weights = tl.exp(scores - safe_high[:, None])
     fade = tl.exp(high - safe_high)
@@ -43,14 +43,14 @@ def combine(
     tile: tl.constexpr,
     padded_width: tl.constexpr,
 ):
-    """Leave this split's result with the others'. For the last to arrive: the result of all, and True."""
+    """Write this split's partial result. The last split to finish returns the combined result and True."""
     lane, column = tl.arange(0, tile), tl.arange(0, padded_width)
     slice_size: tl.constexpr = tile * (padded_width + 2)
     mine = partial_ptr + (team * num_splits + split) * slice_size
     tl.store(mine + lane[:, None] * padded_width + column[None, :], attended)
     tl.store(mine + tile * padded_width + lane, high)
     tl.store(mine + tile * padded_width + tile + lane, mass)
-    tl.debug_barrier()  # all of this program's stores come before its arrival
+    tl.debug_barrier()  # all stores of this CTA precede its arrival
     is_last = tl.atomic_add(counter_ptr + team, 1, sem="acq_rel") == num_active - 1
     if is_last:
         tl.debug_barrier()
@@ -74,12 +74,12 @@ def combine(
 
 @triton.jit
 def share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr):
-    """The cached indexes begin .. end - 1 that are this split's, and how many splits have work (the first always)."""
+    """This split's cached indexes begin .. end - 1, and the number of splits with work (the first always has)."""
     start = tl.minimum(lowest, context) // step * step
     num_steps = tl.maximum(tl.cdiv(context - start, step), 1)
-    steps_a_split = tl.cdiv(num_steps, num_splits)
-    begin = start + split * steps_a_split * step
-    return begin, tl.minimum(begin + steps_a_split * step, context), tl.cdiv(num_steps, steps_a_split)
+    steps_per_split = tl.cdiv(num_steps, num_splits)
+    begin = start + split * steps_per_split * step
+    return begin, tl.minimum(begin + steps_per_split * step, context), tl.cdiv(num_steps, steps_per_split)
 
 
 @triton.jit

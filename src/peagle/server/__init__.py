@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's and SageMaker's routes over the asynchronous engine.
+"""The HTTP server: OpenAI's routes in front of the asynchronous engine.
 
-Importing the package costs nothing; its modules need the extra `serve`, all but `settings` and `sagemaker`.
+Importing the package is cheap. Its modules need the extra `serve`, except `settings` and `sse`.
 """

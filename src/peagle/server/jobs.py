@@ -1,4 +1,4 @@
-"""One request of a client while it is answered: its prompts in the engine, what came back, and the account of it."""
+"""One client request in progress: its prompts in the engine, the answers so far, and their usage and timings."""
 
 import asyncio
 import time
@@ -12,12 +12,13 @@ from peagle.server.errors import unavailable
 
 if TYPE_CHECKING:
     from peagle.engine.async_engine import AsyncEngine
-    from peagle.engine.outputs import RequestMetrics, TokenLogprobs, Update
+    from peagle.engine.outputs import RequestMetrics, Update
+    from peagle.scheduling.request import TokenLogprobs
 
 
 @dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One answer so far."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -26,32 +27,25 @@ class Choice:
     finish_reason: str | None = None
     first_at: float | None = None
     last_at: float | None = None
-    """when its first and its newest tokens came"""
+    """when the first and the latest tokens arrived"""
 
     @property
     def seconds(self) -> float:
-        """From its first tokens to the newest ones."""
+        """From the first tokens to the latest."""
         return 0.0 if self.first_at is None or self.last_at is None else self.last_at - self.first_at
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the tokens after the first; None where there is nothing to measure."""
+        """Mean over the tokens after the first; None if there are none."""
         return self.seconds / (len(self.token_ids) - 1) if self.seconds else None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, update: "Update") -> None:
-        self.texts += update.texts
-        self.token_ids += update.token_ids
-        self.kinds += update.kinds
-        self.logprobs += update.logprobs or ()
-        self.finish_reason = update.finish_reason or self.finish_reason
-
 
 class Job:
-    """Prompts that are answered together. Choice i * n + j is answer j to prompt i."""
+    """The prompts of one request. Choice i * n + j is answer j to prompt i."""
 
     def __init__(
         self,
@@ -63,9 +57,9 @@ class Job:
         on_gap: Callable[[float], None] = lambda _: None,
         started: float | None = None,
     ) -> None:
-        """`on_gap` is told the seconds between the updates of each answer.
+        """`on_gap` receives the seconds between updates of an answer.
 
-        `started` is when the request arrived, by `time.perf_counter`; by default now.
+        `started` is the arrival time by `time.perf_counter`; default: now.
         """
         self.job_id, self.prompts, self.params = job_id, prompts, params
         self.created = int(time.time())
@@ -76,9 +70,9 @@ class Job:
         self.num_steps = 0
         self.num_drafted = 0
         self.histogram = [0] * (num_draft_tokens + 1)
-        """drafts by the number of their tokens that were accepted"""
+        """number of drafts by their accepted tokens"""
         self.metrics: list[RequestMetrics] = []
-        """the engine's, of each prompt that was answered in full"""
+        """the engine's metrics of each finished prompt"""
         self._engine, self._on_gap = engine, on_gap
 
     @property
@@ -94,12 +88,12 @@ class Job:
         return min((choice.first_at for choice in self.choices if choice.first_at is not None), default=None)
 
     async def updates(self) -> "AsyncGenerator[tuple[int, Update], None]":
-        """Each update with the index of its choice. Leaving early frees what the job holds in the engine."""
+        """Each update with the index of its choice. Closing the generator aborts the job in the engine."""
         merged = self._updates_of(0) if len(self.prompts) == 1 else self._merged()
         async with aclosing(merged) as updates:
             async for index, update in updates:
                 if update.finish_reason == "abort":
-                    raise unavailable("the server was stopped before this answer was finished", "aborted")
+                    raise unavailable("the server stopped before this answer was finished", "aborted")
                 self._take(index, update)
                 yield index, update
         self.finished_at = time.perf_counter()
@@ -126,7 +120,11 @@ class Job:
             self.prompt_logprobs[index // self.params.n] = update.prompt_logprobs
         if update.metrics is not None:
             self.metrics.append(update.metrics)
-        choice.add(update)
+        choice.texts += update.texts
+        choice.token_ids += update.token_ids
+        choice.kinds += update.kinds
+        choice.logprobs += update.logprobs or ()
+        choice.finish_reason = update.finish_reason or choice.finish_reason
 
     async def _updates_of(self, prompt: int) -> "AsyncGenerator[tuple[int, Update], None]":
         stream = self._engine.stream(self.prompts[prompt], self.params, request_id=f"{self.job_id}/{prompt}")
@@ -162,22 +160,16 @@ class Job:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The account ------------------------------------------------------------------------------------------------------
-
     def usage(self) -> dict[str, Any]:
         num_prompt, num_answer = self.num_prompt_tokens, self.num_answer_tokens
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_answer,
-            "total_tokens": num_prompt + num_answer,
-        }
-        if self.metrics:
-            num_cached = sum(metrics.num_cached_tokens for metrics in self.metrics)
-            usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
-        return usage
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_answer, "total_tokens": num_prompt + num_answer}
+        if not self.metrics:
+            return counts
+        num_cached = sum(metrics.num_cached_tokens for metrics in self.metrics)
+        return counts | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def speculative_decoding(self) -> dict[str, Any]:
-        """vLLM's summary of one request's drafts; all zeros where nothing was drafted."""
+        """vLLM's speculation summary of a request; zeros if nothing was drafted."""
         num_accepted = sum(count * drafts for count, drafts in enumerate(self.histogram))
         return {
             "mean_acceptance_length": round(1 + num_accepted / max(1, self.num_steps), 4),
@@ -190,9 +182,9 @@ class Job:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Milliseconds and rates as vLLM names them, null where there is nothing to measure.
+        """Latencies and rates under vLLM's names; null if there is nothing to measure.
 
-        The time between tokens is that within an answer; the rate is that of all answers together.
+        mean_itl_ms is within an answer; tokens_per_second is over all answers together.
         """
         first = self.first_token_at
         generation = None if first is None else max(choice.last_at or first for choice in self.choices) - first

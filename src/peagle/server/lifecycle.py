@@ -1,10 +1,10 @@
-"""From loading to the last answer: readiness, the requests in flight, and the ordered end.
+"""The server's life: loading, ready, draining, exit.
 
-    starting --> ready --> draining --> (process ends)
-        '--> failed            a target that could not be loaded ends the process with its error
+    starting --> ready --> draining --> (process ends with status 0)
+        '--> failed            loading failed: the process ends with that error
 
-SIGTERM and SIGINT begin the drain: new requests get 503, accepted ones have `drain_seconds` to finish. A second signal
-ends the process without waiting.
+SIGTERM and SIGINT begin the drain: new requests get a 503, accepted ones have `drain_seconds` to finish. A second
+signal ends the process at once, with status 128 + its number.
 """
 
 import asyncio
@@ -16,67 +16,36 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import uvicorn
 
 from peagle.errors import ConfigError
+from peagle.server.backend import Backend
 from peagle.server.errors import HttpError, unavailable
 from peagle.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from prometheus_client import Counter
     from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining", "dead", "failed"]
-LAST_WORDS_SECONDS = 2.0
-"""After the drain: for the errors of aborted requests to be written."""
+REFUSALS: dict[State, str] = {
+    "starting": "the target is still loading",
+    "ready": "the server is not ready",
+    "draining": "the server is shutting down",
+    "dead": "the engine has stopped",
+    "failed": "the target could not be loaded",
+}
+ABORT_SECONDS = 2.0
+"""After the drain: time to send aborted requests their errors."""
 CLOSE_SECONDS = 3
 KEEP_ALIVE_SECONDS = 75
-"""For idle connections: longer than load balancers keep theirs, which would otherwise send into a closing one."""
+"""Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""
 BACKLOG = 2048
-
-
-class Books(Protocol):
-    """What the gate counts of every request."""
-
-    @property
-    def http(self) -> "Counter": ...
-
-    @property
-    def gone(self) -> "Counter": ...
-
-
-class Backend(Protocol):
-    """What answers: our own engine in this process, or another server behind this one."""
-
-    @property
-    def names(self) -> "Sequence[str]": ...
-
-    @property
-    def metrics(self) -> Books: ...
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    def describe(self) -> str: ...
-
-    def check_model(self, name: str) -> None: ...
-
-    def model_entry(self, name: str) -> dict[str, Any]: ...
-
-    async def metrics_text(self) -> bytes: ...
-
-    async def warm_up(self) -> None: ...
-
-    async def abort_all(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 S = TypeVar("S", bound=Backend)
@@ -84,10 +53,10 @@ L = TypeVar("L")
 
 
 class Lifecycle(Generic[S]):
-    """What state the server is in. It belongs to the event loop; `begin_drain` may be called from signal handlers.
+    """The state of the server. It belongs to the event loop; signal handlers may call `begin_drain`.
 
-    `load` runs in a thread of its own and `make` turns what it returns into the service, in the event loop. `cancel`
-    is called if the server ends before there is a service.
+    `load` runs in a thread, and `make` turns its result into the service in the event loop. `cancel` is called if the
+    server ends before there is a service.
     """
 
     def __init__(
@@ -99,17 +68,17 @@ class Lifecycle(Generic[S]):
     ) -> None:
         self.settings = settings
         self.service: S | None = None
-        """set when it is warm"""
+        """set when it is warmed up"""
         self.failure: BaseException | None = None
         self.num_in_flight = 0
         self.is_draining = False
         self.on_end: Callable[[], None] = lambda: None
-        """called in the event loop when there is nothing left to wait for"""
+        """called in the event loop when the drain is over"""
         self._load: Callable[[], Any] = load
         self._make: Callable[[Any], S] = make
         self._cancel = cancel
         self._made: S | None = None
-        """the service from its first moment on: what the end closes"""
+        """the service as soon as it exists, warm or not: closed at the end"""
         self._loader: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -128,26 +97,20 @@ class Lifecycle(Generic[S]):
         return self._loader is not None and self._loader.is_alive()
 
     def ready_service(self) -> S:
-        """The service, or a 503 that says why there is none."""
+        """The service, or a 503 that says why it is not ready."""
         if self.state == "ready" and self.service is not None:
             return self.service
         raise self.refusal()
 
     def refusal(self) -> HttpError:
-        why = {
-            "starting": "the target is still being loaded",
-            "draining": "the server is shutting down",
-            "dead": "the engine has stopped and serves nobody any more",
-            "failed": "the target could not be loaded",
-        }
-        error = unavailable(why.get(self.state, "the server is not ready"), f"server_{self.state}")
+        error = unavailable(REFUSALS[self.state], f"server_{self.state}")
         if self.state == "draining":
             error.headers["Connection"] = "close"
         return error
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: "Starlette") -> AsyncIterator[None]:
-        """Load in the background, so that health checks are answered meanwhile; close at the end."""
+        """Load in the background, so that health checks are answered meanwhile. Close at the end."""
         self._spawn(self._start())
         try:
             yield
@@ -163,30 +126,19 @@ class Lifecycle(Generic[S]):
         loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
 
     async def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if loaded.cancelled():
-                return
-            if error is None:
-                loaded.set_result(result)
-            else:
-                loaded.set_exception(error)
+        loaded: Future[Any] = Future()
+        loaded.set_running_or_notify_cancel()
 
         def run() -> None:
-            result, failure = None, None
             try:
-                result = self._load()
+                loaded.set_result(self._load())
             except BaseException as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
-                loop.call_soon_threadsafe(settle, result, failure)
+                loaded.set_exception(error)
 
         self._loader = threading.Thread(target=run, name="peagle-loader", daemon=True)
         self._loader.start()
         try:
-            self._made = service = self._make(await loaded)
+            self._made = service = self._make(await asyncio.wrap_future(loaded))
             await service.warm_up()
         except Exception as error:
             self.failure = error
@@ -205,9 +157,9 @@ class Lifecycle(Generic[S]):
         while self.num_in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.num_in_flight and self.service is not None:
-            log.warning("%d requests did not finish in time and are ended", self.num_in_flight)
+            log.warning("aborting %d requests that did not finish in time", self.num_in_flight)
             await self.service.abort_all()
-            deadline = time.monotonic() + LAST_WORDS_SECONDS
+            deadline = time.monotonic() + ABORT_SECONDS
             while self.num_in_flight and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
         self.on_end()
@@ -219,7 +171,7 @@ class Lifecycle(Generic[S]):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, ended by the drain of a lifecycle instead of at once."""
+    """uvicorn, which drains on the first signal and stops on the second."""
 
     def __init__(self, app: "Starlette", lifecycle: Lifecycle[Any]) -> None:
         config = uvicorn.Config(
@@ -235,7 +187,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.lifecycle = lifecycle
         self.forced_by: int | None = None
-        """the signal that ended it without waiting"""
+        """the second signal, if there was one"""
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         lifecycle.on_end = self._end
@@ -250,12 +202,12 @@ class Server(uvicorn.Server):
             self.lifecycle.begin_drain(self._loop)
             return
         self.forced_by, self.should_exit, self.force_exit = sig, True, True
-        logging.getLogger("uvicorn.error").disabled = True  # that requests are cut off now is what was asked for
+        logging.getLogger("uvicorn.error").disabled = True  # cutting requests off is intended here
 
     def stop(self) -> None:
         """Begin the drain, from any thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended already
+            with contextlib.suppress(RuntimeError):  # it has ended
                 self.lifecycle.begin_drain(self._loop)
 
     def _end(self) -> None:
@@ -263,7 +215,7 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port before anything is loaded, so that a busy one is found out at once."""
+    """Bind the port before the target loads, so that a busy port fails at once."""
     host = settings.host or "127.0.0.1"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -275,22 +227,22 @@ def bind(settings: ServerSettings) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{settings.port}: {error.strerror or error}",
-            hint="another program may have the port: give another one with --port, or 0 for a free one",
+            hint="another program may use the port: pass another --port, or 0 for a free one",
         ) from error
     return listener
 
 
 def serve(app: "Starlette", lifecycle: Lifecycle[Any], listener: socket.socket) -> int:
-    """Serve until a signal ends it, and return the process's exit status."""
+    """Serve until a signal, and return the exit status."""
     server = Server(app, lifecycle)
     server.run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure
     if server.forced_by or lifecycle.is_loading:
-        # The thread that loads, or the engine's, may be inside a kernel that nobody can interrupt.
-        log.warning("ended without waiting" if server.forced_by else "ended while the target was being loaded")
+        # The loader's or the engine's thread may be inside a kernel, which cannot be interrupted.
+        log.warning("stopped without draining" if server.forced_by else "stopped while the target was loading")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + server.forced_by if server.forced_by else 0)
-    log.info("ended: every accepted request was answered" if not lifecycle.num_in_flight else "ended")
+    log.info("stopped; every accepted request was answered" if not lifecycle.num_in_flight else "stopped")
     return 0

@@ -1,12 +1,14 @@
-"""Prometheus metrics: vLLM's names, so that dashboards and benchmarks read them, and our own under `peagle:`.
+"""Prometheus metrics: vLLM's names, so that existing dashboards work, and our own under `peagle:`.
 
-What the engine counts is read from it at each scrape; what only the server sees (latencies, statuses) is recorded
-as requests end. Acceptance length counts the recovered or bonus token: 1 + accepted / drafts.
+Engine counters are read at each scrape. Latencies and statuses are recorded as requests end. Acceptance length
+includes the recovered or bonus token: 1 + accepted / drafts.
 """
 
+import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
@@ -14,13 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from peagle.decoding.acceptance import Acceptance
+from peagle.checkpoint.card import DECODED, trusted_acceptance
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import EngineStats
     from peagle.server.jobs import Job
 
-CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+log = logging.getLogger(__name__)
+
 LABELS = ("model_name", "engine")
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -28,54 +31,79 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 WINDOW = 256
-"""Requests over which the acceptance of the moment is taken."""
+"""Requests in the acceptance window."""
 MIN_WINDOW_DRAFTS = 500
-"""Drafts below which it says too little to raise an alarm."""
+"""The drift alarm needs at least this many drafts in the window."""
 DRIFT_SHARE = 0.8
-"""Share of the card's acceptance length below which the drafter no longer fits what it is asked."""
+"""The drift alarm fires below this share of the card's acceptance length."""
 DEEP = 20
 DEEP_THRESHOLD = 0.75
 
 
-class Metrics(Collector):
-    """What is told of a drafter by whoever answers with it, in a registry of its own."""
+@dataclass(frozen=True)
+class Baseline:
+    """The acceptance length that drift is measured against."""
 
-    def __init__(self, model_name: str, num_draft_tokens: int, max_batch: int, baseline: float | None) -> None:
+    length: float
+    source: str
+    """how it was measured"""
+
+
+class Metrics(Collector):
+    """What every backend reports: HTTP statuses, sizes, and acceptance against the drafter card."""
+
+    def __init__(self, model_name: str, num_draft_tokens: int, max_batch: int, baseline: Baseline | None) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call, unused-ignore]
         self.registry = CollectorRegistry()
         self.model_name, self.num_draft_tokens = model_name, num_draft_tokens
         self.max_batch, self.baseline = max_batch, baseline
         self._labels = (model_name, "0")
+        self._is_drift_logged = False
+        self.http = Counter("peagle:http_requests", "HTTP requests", ("route", "status"), registry=self.registry)
+        self.gone = Counter("peagle:clients_gone", "Clients that disconnected early", registry=self.registry)
 
     @abstractmethod
     def acceptance_length(self) -> tuple[float | None, int]:
-        """Over the window, and the number of drafts that it is taken from."""
+        """Acceptance length over the window, and the number of drafts in it."""
 
     def has_drifted(self) -> bool:
         length, num_drafts = self.acceptance_length()
         if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
             return False
-        return length < DRIFT_SHARE * self.baseline
+        return length < DRIFT_SHARE * self.baseline.length
+
+    def check_drift(self) -> bool:
+        """`has_drifted`, and log when that changes."""
+        has_drifted = self.has_drifted()
+        if has_drifted != self._is_drift_logged and self.baseline is not None:
+            self._is_drift_logged = has_drifted
+            length, num_drafts = self.acceptance_length()
+            what = f"acceptance length {length:.2f} over the last {num_drafts:,} drafts is"
+            card = f"{DRIFT_SHARE:.0%} of the card's {self.baseline.length:.2f} (measured by {self.baseline.source})"
+            if has_drifted:
+                log.warning("%s below %s", what, card)
+            else:
+                log.info("%s no longer below %s", what, card)
+        return has_drifted
 
     def _acceptance(self, window: str) -> Iterator[Metric]:
-        """The acceptance of the moment beside what the card promises; `window` says what it is taken over."""
+        """The current acceptance length beside the card's; `window` names the window."""
         length, num_drafts = self.acceptance_length()
         if length is not None:
-            yield self._gauge("peagle:acceptance_length", f"Of the last {window}", length)
-            yield self._gauge("peagle:acceptance_window_drafts", "Drafts that it is taken from", num_drafts)
+            yield self._gauge("peagle:acceptance_length", f"Over the last {window}", length)
+            yield self._gauge("peagle:acceptance_window_drafts", "Drafts in that window", num_drafts)
         if self.baseline is not None:
-            what = "What the drafter card says for this number of draft tokens"
-            yield self._gauge("peagle:acceptance_length_baseline", what, self.baseline)
-            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline"
-            yield self._gauge("peagle:acceptance_drift", what, int(self.has_drifted()))
+            what = f"Acceptance length on the drafter card, measured by {self.baseline.source}"
+            yield self._gauge("peagle:acceptance_length_baseline", what, self.baseline.length)
+            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline ({self.baseline.source})"
+            yield self._gauge("peagle:acceptance_drift", what, int(self.check_drift()))
 
-    def _sizes(self) -> Iterator[Metric]:
-        yield self._gauge("peagle:num_draft_tokens", "Draft tokens a step", self.num_draft_tokens)
-        yield self._gauge("peagle:max_batch", "Answers that can run at the same time", self.max_batch)
-
-    def _saved(self, num_accepted: int) -> Metric:
-        what = "Target forwards that accepted drafts made unnecessary"
-        return self._counter("peagle:tokens_saved", what, num_accepted)
+    def _shared(self, num_accepted: int, window: str) -> Iterator[Metric]:
+        what = "Target forward passes saved by accepted drafts"
+        yield self._counter("peagle:tokens_saved", what, num_accepted)
+        yield self._gauge("peagle:num_draft_tokens", "Draft tokens per step", self.num_draft_tokens)
+        yield self._gauge("peagle:max_batch", "Answers that run at the same time", self.max_batch)
+        yield from self._acceptance(window)
 
     def _counter(self, name: str, what: str, value: float) -> Metric:
         family = CounterMetricFamily(name, what, labels=LABELS)
@@ -89,50 +117,41 @@ class Metrics(Collector):
 
 
 class ServerMetrics(Metrics):
-    """Everything `/metrics` shows: what the server saw, and the engine's own counts as they were at the scrape."""
+    """The metrics of our own engine: the server's latencies, and the engine's counters at the scrape."""
 
     def __init__(
-        self, model_name: str, num_draft_tokens: int = 0, max_batch: int = 0, baseline: float | None = None
+        self, model_name: str, num_draft_tokens: int = 0, max_batch: int = 0, baseline: Baseline | None = None
     ) -> None:
         super().__init__(model_name, num_draft_tokens, max_batch, baseline)
         self.stats: EngineStats | None = None
         self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         """(drafts, accepted tokens) of the last requests"""
-        self._make()
         self.registry.register(self)
 
-    def _make(self) -> None:
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(name, what, LABELS, registry=self.registry, buckets=buckets)
             return made.labels(*self._labels)
 
-        seconds, tokens = SECONDS, TOKENS
+        seconds, tokens, per_token = SECONDS, TOKENS, TOKEN_SECONDS
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", seconds)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between updates of an answer", TOKEN_SECONDS)
-        self.tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Time per token of an answer", TOKEN_SECONDS
-        )
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Time between updates of an answer", per_token)
+        self.tpot = histogram("vllm:request_time_per_output_token_seconds", "Time per token of an answer", per_token)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Whole request", seconds)
-        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a place in the batch", seconds)
+        self.queue = histogram("vllm:request_queue_time_seconds", "Time in the queue", seconds)
         self.inference = histogram("vllm:request_inference_time_seconds", "Prefill and decode", seconds)
         self.prefill = histogram("vllm:request_prefill_time_seconds", "From the queue to the first token", seconds)
         self.decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last", seconds)
         self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", tokens)
         self.generation_tokens = histogram("vllm:request_generation_tokens", "Answer tokens of a request", tokens)
-        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens asked for", tokens)
-        self.n = histogram("vllm:request_params_n", "Answers asked for", (1, 2, 5, 10, 20, 50, 100))
-        self.full_load = histogram(
-            "peagle:full_load_time_per_output_token_seconds",
-            "Time per token of an answer, of requests that ended while the batch was full",
-            TOKEN_SECONDS,
-        )
+        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", tokens)
+        self.n = histogram("vllm:request_params_n", "n of a request", (1, 2, 5, 10, 20, 50, 100))
+        what = "Time per token of an answer, of requests that ended while the batch was full"
+        self.full_load = histogram("peagle:full_load_time_per_output_token_seconds", what, per_token)
         reasons = (*LABELS, "finished_reason")
         self.success = Counter("vllm:request_success", "Finished answers", reasons, registry=self.registry)
-        self.http = Counter("peagle:http_requests", "HTTP requests", ("route", "status"), registry=self.registry)
-        self.gone = Counter("peagle:clients_gone", "Clients that left early", registry=self.registry)
 
     def finished(self, job: "Job", *, is_full: bool) -> None:
-        """A job all of whose answers ended."""
+        """Record a finished job."""
         end = job.finished_at or job.started
         for choice in job.choices:
             self.success.labels(*self._labels, choice.finish_reason).inc()
@@ -153,7 +172,7 @@ class ServerMetrics(Metrics):
             self.tpot.observe(per_token)
             if is_full:
                 self.full_load.observe(per_token)
-        # Where a full batch had drafts left out, the rest says nothing about the drafter.
+        # If a full batch left drafts out, the rest says nothing about the drafter.
         if job.num_steps and job.num_drafted == job.num_steps * self.num_draft_tokens:
             self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
 
@@ -168,12 +187,9 @@ class ServerMetrics(Metrics):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        if stats is not None:
-            yield from self._vllm(stats)
-            yield from self._own(stats)
-
-    def _vllm(self, stats: "EngineStats") -> Iterator[Metric]:
-        acceptance: Acceptance = stats.acceptance
+        if stats is None:
+            return
+        acceptance = stats.acceptance
         yield self._counter("vllm:spec_decode_num_drafts", "Verified drafts", acceptance.num_drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens", stats.num_draft_tokens)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens", acceptance.num_accepted)
@@ -186,31 +202,27 @@ class ServerMetrics(Metrics):
         yield self._counter("vllm:generation_tokens", "Answer tokens", stats.num_output_tokens)
         yield self._counter("vllm:num_preemptions", "Preempted requests", stats.num_preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.num_prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens that were there", stats.num_cached_tokens)
-        rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Refused because too many waited", labels=("model_name", "reason")
-        )
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", stats.num_cached_tokens)
+        what = "Requests refused because the queue was full"
+        rejections = CounterMetricFamily("vllm:admission_rejections", what, labels=("model_name", "reason"))
         rejections.add_metric((self.model_name, "max_num_queued_reqs"), stats.num_refused)
         yield rejections
-        yield self._gauge("vllm:num_requests_running", "Answers that run", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Answers that wait", stats.num_waiting)
+        yield self._gauge("vllm:num_requests_running", "Running answers", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Waiting answers", stats.num_waiting)
         usage = stats.num_pages_used / max(1, stats.num_pages)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1", usage)
-
-    def _own(self, stats: "EngineStats") -> Iterator[Metric]:
-        yield self._saved(stats.acceptance.num_accepted)
-        yield self._counter("peagle:requests_aborted", "Requests ended before their answer was", stats.num_aborted)
-        yield from self._sizes()
-        yield from self._acceptance(f"{WINDOW} requests")
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", usage)
+        yield self._counter("peagle:requests_aborted", "Requests aborted before their end", stats.num_aborted)
+        yield from self._shared(acceptance.num_accepted, f"{WINDOW} requests")
         if len(stats.accepted_per_position) > DEEP:
             rate = deep_acceptance(stats.accepted_per_position)
-            what = f"Share of draft tokens beyond depth {DEEP} that were accepted when the one before them was"
+            what = f"Acceptance rate of draft tokens beyond depth {DEEP}, given that the one before was accepted"
             yield self._gauge("peagle:deep_acceptance_rate", what, rate)
-            yield self._gauge("peagle:deep_acceptance_threshold", "Below it so deep drafts do not pay", DEEP_THRESHOLD)
+            what = "Below it drafts that deep do not pay"
+            yield self._gauge("peagle:deep_acceptance_threshold", what, DEEP_THRESHOLD)
 
 
 def deep_acceptance(accepted_per_position: list[int]) -> float:
-    """Share of tokens beyond depth 20 that were accepted where their predecessor was; 0 where none was reached.
+    """Acceptance rate of draft tokens beyond depth 20 after an accepted one; 0 if none was reached.
 
     >>> deep_acceptance([9] * 19 + [8, 6, 3])
     0.6428571428571429
@@ -219,17 +231,21 @@ def deep_acceptance(accepted_per_position: list[int]) -> float:
     return sum(accepted_per_position[DEEP:]) / reached if reached else 0.0
 
 
-def baseline_of(acceptance: Mapping[str, Any], num_draft_tokens: int) -> float | None:
-    """Acceptance length that a drafter card promises with so many draft tokens, the mean over its prompt sets.
+def baseline_of(acceptance: Mapping[str, Any], num_draft_tokens: int) -> Baseline | None:
+    """The acceptance length to expect with `num_draft_tokens`, from a drafter card; None if the card has no figure.
 
-    Rates of positions do not depend on how many more positions are drafted, so a shorter draft's are known too.
+    Figures measured by decoding prompts go before replays of training data. Rates per position do not depend on how
+    many more positions are drafted, so a shorter draft's baseline is known too.
 
     >>> baseline_of({"one": {"per_position": [0.6, 0.4, 0.2]}, "two": {"per_position": [0.8, 0.6, 0.4]}}, 2)
-    2.2
+    Baseline(length=2.2, source='one, two')
     """
-    lengths = [
-        1 + sum(rates[:num_draft_tokens])
-        for each in acceptance.values()
-        if isinstance(each, dict) and len(rates := each.get("per_position") or []) >= num_draft_tokens > 0
-    ]
-    return round(sum(lengths) / len(lengths), 4) if lengths else None
+    rates = {name: entry["per_position"] for name, entry in trusted_acceptance(acceptance).items()}
+    lengths = {name: 1 + sum(each[:num_draft_tokens]) for name, each in rates.items() if len(each) >= num_draft_tokens}
+    if not lengths or num_draft_tokens < 1:
+        return None
+    sources = []
+    for name, entry in ((name, acceptance[name]) for name in lengths):
+        decoded = f"decoding {entry.get('prompts', name)} at temperature {entry.get('temperature', 0):g}"
+        sources.append(decoded if entry.get("kind") == DECODED else name)
+    return Baseline(round(sum(lengths.values()) / len(lengths), 4), ", ".join(sources))

@@ -1,38 +1,37 @@
-"""Request bodies of the HTTP interface, and what becomes of their fields.
+"""Request bodies of the HTTP API.
 
-Every field that a client sends has an effect, or has the one value that asks for none, or is refused by its name.
-`null` is the same as leaving a field out.
+The server honours every field a client sends, or refuses the request and names the field. Fields of OpenAI or vLLM
+that it does not implement are accepted with their neutral value only. `null` is the same as omitting a field.
 """
 
-from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle.errors import nearest
 from peagle.sampling_params import SamplingParams
-from peagle.server.errors import HttpError, as_bad_body, unsupported
+from peagle.server.errors import SEE_DOCS, HttpError, as_bad_body, unsupported
 
-SAMPLING_FIELDS = frozenset(field.name for field in dataclass_fields(SamplingParams))
+SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_STOPS = 64
 
 
 class Part(BaseModel):
-    """A piece of a body: unknown keys are refused with the path to them."""
+    """A nested object; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Speculation(Part):
-    """How one request wants its tokens drafted; an extension."""
+    """Speculation settings of one request; our extension."""
 
     enabled: bool = True
     num_draft_tokens: Annotated[int, Field(ge=1)] | None = None
     details: bool = False
-    """tell with each chunk, or with the answer, how every token came about"""
+    """report with each chunk, or with the answer, how each token was produced"""
 
 
 class StreamOptions(Part):
@@ -54,7 +53,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's extension: exactly one of these."""
+    """vLLM's extension: exactly one of these fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -62,7 +61,7 @@ class StructuredOutputs(Part):
 
 
 class Body(BaseModel):
-    """Fields that chat and completion requests share. Unknown ones are kept, to be refused by name."""
+    """Fields that chat and completion requests share. Unknown ones are kept, so that `validated` can name them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -79,7 +78,7 @@ class Body(BaseModel):
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
-    """put into the request log"""
+    """written to the request log"""
     response_format: ResponseFormat | None = None
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -91,10 +90,6 @@ class Body(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     speculation: Speculation | None = None
-
-    @property
-    def wants_details(self) -> bool:
-        return self.speculation is not None and self.speculation.details
 
 
 class TextPart(Part):
@@ -115,7 +110,7 @@ class ToolCall(Part):
 
 
 class Message(BaseModel):
-    """One message; keys beyond these reach the chat template as they are."""
+    """One message; further keys are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -138,13 +133,12 @@ class Tool(Part):
     function: Function
 
 
-class NamedFunction(Part):
-    name: str
-
-
 class NamedTool(Part):
+    class Named(Part):
+        name: str
+
     type: Literal["function"]
-    function: NamedFunction
+    function: Named
 
 
 class ChatBody(Body):
@@ -178,7 +172,7 @@ class CompletionBody(Body):
 
 
 class TokenizeBody(BaseModel):
-    """POST /tokenize: of a text, or of messages through the chat template."""
+    """POST /tokenize: a text, or messages rendered by the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -203,58 +197,46 @@ class DetokenizeBody(BaseModel):
 
 B = TypeVar("B", bound=BaseModel)
 
-
-@dataclass(frozen=True)
-class Neutral:
-    """A field we do not have: the values that ask for nothing, and why others are refused."""
-
-    values: tuple[Any, ...]
-    why: str
-
-
-_STORED = "nothing is stored"
 _OTHER = "use response_format, or structured_outputs with json, regex or choice"
-NEUTRAL = {
-    "best_of": Neutral((1,), "ask for n answers and choose among them"),
-    "suffix": Neutral(("",), "the target continues texts and does not fill gaps"),
-    "store": Neutral((False,), _STORED),
-    "metadata": Neutral(({},), _STORED),
-    "service_tier": Neutral(("auto", "default"), "there is one service tier"),
-    "modalities": Neutral((["text"],), "answers are text"),
-    "audio": Neutral((), "answers are text"),
-    "prediction": Neutral((), "the drafter predicts; see 'speculation'"),
-    "functions": Neutral(([],), "use tools"),
-    "function_call": Neutral(("none",), "use tool_choice"),
-    "web_search_options": Neutral((), "the server has no access to the web"),
-    "verbosity": Neutral(("medium",), "say it in the prompt"),
-    "use_beam_search": Neutral((False,), "answers are sampled"),
-    "length_penalty": Neutral((1, 1.0), "it belongs to beam search"),
-    "skip_special_tokens": Neutral((True,), "special tokens are never part of the text; return_token_ids has them"),
-    "spaces_between_special_tokens": Neutral((True,), "special tokens are never part of the text"),
-    "include_stop_str_in_output": Neutral((False,), "a stop string is never part of the text"),
-    "truncate_prompt_tokens": Neutral((), "prompts are not shortened; shorten it yourself"),
-    "continue_final_message": Neutral((False,), "use /v1/completions to continue a text"),
-    "echo": Neutral((False,), "use /v1/completions"),
-    "chat_template": Neutral((), "the target's own template is used"),
-    "documents": Neutral(([],), "put them into a message"),
-    "priority": Neutral((0,), "requests are served in the order of their arrival"),
-    "return_tokens_as_token_ids": Neutral((False,), "use return_token_ids"),
-    "prompt_logprobs": Neutral((), "use /v1/completions with echo and logprobs"),
-    "allowed_token_ids": Neutral((), _OTHER),
-    "bad_words": Neutral(([],), "use logit_bias"),
-    "logits_processors": Neutral(([],), "they would run foreign code"),
-    "guided_json": Neutral((), _OTHER),
-    "guided_regex": Neutral((), _OTHER),
-    "guided_choice": Neutral((), _OTHER),
-    "guided_grammar": Neutral((), _OTHER),
-    "guided_decoding_backend": Neutral((), "there is one"),
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((1,), "set n and choose among the answers"),
+    "suffix": (("",), "the target cannot fill in the middle"),
+    "store": ((False,), "nothing is stored"),
+    "metadata": (({},), "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one service tier"),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text"),
+    "prediction": ((), "the drafter predicts; see 'speculation'"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
+    "web_search_options": ((), "the server has no web access"),
+    "verbosity": (("medium",), "put it in the prompt"),
+    "use_beam_search": ((False,), "there is no beam search"),
+    "length_penalty": ((1, 1.0), "there is no beam search"),
+    "skip_special_tokens": ((True,), "text never contains special tokens; set return_token_ids to see them"),
+    "spaces_between_special_tokens": ((True,), "text never contains special tokens"),
+    "include_stop_str_in_output": ((False,), "text never contains the stop string"),
+    "truncate_prompt_tokens": ((), "the server does not truncate prompts"),
+    "continue_final_message": ((False,), "use /v1/completions"),
+    "echo": ((False,), "use /v1/completions"),
+    "chat_template": ((), "the target's own template is used"),
+    "documents": (([],), "put them in a message"),
+    "priority": ((0,), "requests are served in order of arrival"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+    "allowed_token_ids": ((), _OTHER),
+    "bad_words": (([],), "use logit_bias"),
+    "logits_processors": (([],), "clients cannot run code here"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _OTHER)),
+    "guided_decoding_backend": ((), "there is only one"),
 }
+"""Fields we do not implement: the values that change nothing, and why others are refused."""
 LABELS = frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Names that OpenAI's service keeps books by. There are none here, and no answer depends on them."""
+"""Fields for OpenAI's own accounting. They are ignored."""
 
 
 def validated(kind: type[B], data: Any) -> B:
-    """The body of a request, or a 400 that names the field at fault."""
+    """Parse a request body, or raise a 400 that names the field at fault."""
     if not isinstance(data, dict):
         raise HttpError(400, f"the body must be a JSON object, got {type(data).__name__}")
     try:
@@ -267,8 +249,9 @@ def validated(kind: type[B], data: Any) -> B:
         if name not in NEUTRAL:
             hint = nearest(name, [*kind.model_fields, *NEUTRAL])
             if hint.startswith("known"):
-                hint = "see /docs for what there is"
+                hint = SEE_DOCS
             raise HttpError(400, f"unknown field {name[:100]!r}; {hint}", param=name[:100], code="unknown_parameter")
-        if not any(type(value) is type(allowed) and value == allowed for allowed in NEUTRAL[name].values):
-            raise unsupported(name, NEUTRAL[name].why)
+        neutral, why = NEUTRAL[name]
+        if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
+            raise unsupported(name, why)
     return body

@@ -1,22 +1,25 @@
-"""A target that is ready to be asked: the engine, the tokenizer, its names and limits, and the books."""
+"""Our own engine as a backend: tokenizer, limits, jobs and metrics around an AsyncEngine."""
 
 import asyncio
+import contextlib
 import copy
 import logging
-import time
+import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
-from peagle.server.errors import HttpError, unknown_model
+from peagle.server.backend import Backend
+from peagle.server.errors import HttpError
 from peagle.server.jobs import Job
 from peagle.server.metrics import ServerMetrics, baseline_of
+from peagle.server.protocol import Body
 from peagle.server.settings import ServerSettings
 from peagle.server.streaming import EventStream, JsonResponse, unless_gone
 from peagle.server.tokens import TokenTexts
@@ -31,32 +34,36 @@ log = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 4
 STATS_SECONDS = 5.0
-"""How long a scrape waits for the engine's step to end before it shows the counts of the scrape before."""
+"""A scrape waits this long for the engine's counters, then shows those of the scrape before."""
 
 
-class Service:
-    """Owns the engine of an LLM from here on. All methods belong to the event loop it was made for."""
+class Service(Backend):
+    """Takes over the engine of an LLM. All methods belong to one event loop."""
+
+    metrics: ServerMetrics
+    max_length: int
 
     def __init__(self, llm: "LLM", settings: ServerSettings, drafter_name: str | None = None) -> None:
         from peagle.engine.async_engine import AsyncEngine
 
         engine, target = llm.engine, llm.target
-        self.settings = settings
-        self.names = settings.served_model_name or (target.name,)
+        self.settings, self.max_batch = settings, engine.scheduler.config.max_batch
         self.max_length, self.num_draft_tokens = engine.max_length, engine.num_draft_tokens
-        self.max_batch = engine.scheduler.config.max_batch
-        self._max_waiting = engine.runner.config.max_waiting
-        self.vocab_size, self.target_name = target.vocab_size, target.name
+        names = settings.served_model_name or (target.name,)
+        card = getattr(engine.drafter, "card", None)
+        baseline = baseline_of(card.acceptance if card else {}, self.num_draft_tokens)
+        super().__init__(names, target.name, ServerMetrics(names[0], self.num_draft_tokens, self.max_batch, baseline))
+        max_waiting = engine.runner.config.max_waiting
+        self._capacity = math.inf if max_waiting is None else max_waiting + self.max_batch
+        self.vocab_size = target.vocab_size
         self.tokenizer = copy.deepcopy(target.tokenizer)  # the engine's thread uses the other one
         self.token_texts = TokenTexts(self.tokenizer)
+        template = self.tokenizer.chat_template or ""
+        self.chat_template = template if isinstance(template, str) else "\n".join(template.values())
+        """source of the target's chat template, or of all of them joined"""
         self._max_characters = self.max_length * max(map(len, self.tokenizer.get_vocab()), default=1)
-        self.created = int(time.time())
-        drafter = engine.drafter
-        self.method = None if drafter is None else drafter.config.method
-        shipped = target.shipped_drafter_name
-        self.drafter_name = None if drafter is None else drafter_name or shipped or drafter.config.method
-        baseline = baseline_of(_card_acceptance(llm), self.num_draft_tokens)
-        self.metrics = ServerMetrics(self.names[0], self.num_draft_tokens, self.max_batch, baseline)
+        self.method = None if engine.drafter is None else engine.drafter.config.method
+        self.drafter_name = self.method and (drafter_name or target.shipped_drafter_name or self.method)
         self.jobs: set[Job] = set()
         self._target = target
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="peagle-tokenizer")
@@ -64,15 +71,14 @@ class Service:
         self.engine = AsyncEngine(engine)
 
     async def warm_up(self) -> None:
-        """Answer once, so that what happens only the first time has happened."""
         params = SamplingParams(max_tokens=min(WARMUP_TOKENS, self.max_length - 1), ignore_eos=True)
         async for _ in self.engine.stream([0], params, request_id="warm-up"):
             pass
         try:
             await self.prepare(Grammar("json_object"))
         except PeagleError as error:
-            log.info("no answers by grammar: %s", error.message)
-        await self.refresh_stats()
+            log.info("structured outputs are not available: %s", error.message)
+        await self.metrics_text()
 
     async def close(self) -> None:
         self._texts.shutdown(wait=False, cancel_futures=True)
@@ -83,148 +89,104 @@ class Service:
     def is_alive(self) -> bool:
         return self.engine.is_alive
 
-    def describe(self) -> str:
-        """How it decodes, in a few words for the log."""
-        if self.method is None:
-            return f"plain decoding, at most {self.max_length} tokens a text"
-        return f"{self.method} with {self.num_draft_tokens} draft tokens, at most {self.max_length} tokens a text"
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse a name that is not ours; no name means the one target there is."""
-        if name and name not in self.names:
-            raise unknown_model(name, self.names)
-
     async def in_thread(self, request: Request, function: Callable[[], T]) -> T:
-        """Run what works on text in the one thread for it: long prompts must not hold up the streams.
+        """Run `function` in the tokenizer's thread, so that a long prompt does not stall the streams.
 
-        What waits for the thread is dropped when its client goes away or its time is up.
+        Work still in the queue is dropped when its client disconnects or its time is up.
         """
         work = asyncio.get_running_loop().run_in_executor(self._texts, function)
         return await unless_gone(request, work, self.settings.request_seconds)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Compile a grammar in a thread of its own, or refuse it; the engine then finds it compiled."""
+        """Compile a grammar in a thread, or refuse it. The engine then finds it in the cache."""
         from peagle.decoding.grammar import make_guide
 
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._grammars, lambda: make_guide(self._target, grammar))
 
     def check_length(self, text: str) -> str:
-        """Refuse a text that cannot fit whatever its tokens are, before time is spent on finding them."""
+        """Refuse a text that is too long however it is tokenized, before tokenizing it."""
         if len(text) > self._max_characters:
-            message = f"the prompt has {len(text)} characters, more than the {self.max_length} tokens that fit can hold"
+            message = f"the prompt's {len(text)} characters exceed the context of {self.max_length} tokens"
             raise HttpError(400, message, param="prompt", code="context_length_exceeded")
         return text
 
     def encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
-        """Token ids of a text that is not far too long; special tokens are added unless they are refused."""
-        self.check_length(text)
-        return list(
-            self.tokenizer(text, add_special_tokens=add_special_tokens is not False, verbose=False)["input_ids"]
-        )
+        """Token ids of a text, with special tokens unless `add_special_tokens` is False."""
+        is_special = add_special_tokens is not False
+        return list(self.tokenizer(self.check_length(text), add_special_tokens=is_special, verbose=False)["input_ids"])
 
     def room(self, prompts: Sequence[Sequence[int]], asked: int | None, param: str) -> int:
-        """Tokens an answer may have: what is asked for, or all that fits behind the longest prompt."""
+        """The max_tokens of a request: `asked`, or all that fits after the longest prompt."""
         longest = max(map(len, prompts))
         room = self.max_length - longest
         if room < 1:
-            message = f"the prompt has {longest} tokens, but at most {self.max_length} fit with the answer; shorten it"
+            message = f"the prompt's {longest} tokens leave no room for an answer in the context of {self.max_length}"
             raise HttpError(400, message, param="prompt", code="context_length_exceeded")
-        if asked is None:
-            return room
-        if asked > room:
+        if asked is not None and asked > room:
             message = (
-                f"{param} is {asked}, but behind the prompt's {longest} tokens only {room} fit of {self.max_length}; "
-                f"ask for at most {room}, or leave it out"
+                f"{param}={asked} and the prompt's {longest} tokens exceed the context of {self.max_length}; "
+                f"set {param!r} to at most {room}, or omit it"
             )
             raise HttpError(400, message, param=param, code="context_length_exceeded")
-        return asked
+        return room if asked is None else asked
 
     def new_job(self, kind: str, prompts: list[list[int]], params: SamplingParams, arrived: float) -> Job:
-        """A job for a request that arrived at `arrived`, or a refusal of one that could never be served."""
-        self._check_choices(len(prompts), params.n)
+        """A job for a request that arrived at `arrived`; refuses one that could never be served.
+
+        The engine gets the prompts one by one, so it cannot tell that they are too many.
+        """
+        num_choices, param = len(prompts) * params.n, "prompt" if len(prompts) > 1 else "n"
+        if num_choices > self.settings.max_choices:
+            message = f"{num_choices} answers (prompts x n) exceed the limit of {self.settings.max_choices}"
+            raise HttpError(400, message, param=param)
+        if num_choices > self._capacity:
+            message = f"{num_choices} answers (prompts x n) exceed capacity (batch + queue = {self._capacity})"
+            raise HttpError(400, message, param=param, code="capacity")
         asked = params.num_draft_tokens
         if asked is not None and asked > self.num_draft_tokens:
             param = "speculation.num_draft_tokens"
-            message = f"{param} must be at most the engine's {self.num_draft_tokens}, got {asked}"
-            raise HttpError(400, f"{message}; start the server with more, or leave it out", param=param)
+            message = f"{param!r} must be at most the engine's {self.num_draft_tokens}, got {asked}"
+            raise HttpError(400, message, param=param)
         name = f"{kind}-{uuid.uuid4().hex}"
         return Job(self.engine, name, prompts, params, self.num_draft_tokens, self.metrics.itl.observe, arrived)
 
-    def _check_choices(self, num_prompts: int, n: int) -> None:
-        """The engine is given prompts one by one, so it cannot tell that all of them together never find room."""
-        num_choices, param = num_prompts * n, "prompt" if num_prompts > 1 else "n"
-        if num_choices > self.settings.max_choices:
-            message = f"{num_choices} answers are asked for, at most {self.settings.max_choices} are given at a time"
-            raise HttpError(400, message, param=param)
-        if self._max_waiting is not None and num_choices > self._max_waiting + self.max_batch:
-            most = self._max_waiting + self.max_batch
-            message = f"{num_choices} answers are more than run and wait at the same time, {most}; ask for fewer"
-            raise HttpError(400, message, param=param, code="capacity")
-
-    def begin(self, job: Job) -> None:
+    @contextlib.contextmanager
+    def running(self, job: Job) -> Iterator[None]:
+        """Keep track of a job, and record its metrics at the end, finished or not."""
         self.jobs.add(job)
-
-    def end(self, job: Job) -> None:
-        """Take a job off the books, whether it was finished or not."""
-        self.jobs.discard(job)
-        if job.first_token_at is not None:
-            self.metrics.ttft.observe(job.first_token_at - job.started)
-        if job.finished_at is not None:
-            self.metrics.finished(job, is_full=sum(len(each.choices) for each in self.jobs) + 1 >= self.max_batch)
-
-    async def respond(self, request: Request, job: Job, writer: "Writer", *, streams: bool) -> Response:
-        """Run a job and answer with what `writer` makes of it: events as it grows, or one document."""
-        settings = self.settings
-        if streams:
-            return EventStream(
-                writer.events(), keep_alive_seconds=settings.keep_alive_seconds, seconds=settings.request_seconds
-            )
-        self.begin(job)
         try:
-            await unless_gone(request, job.run(), settings.request_seconds)
+            yield
         finally:
-            self.end(job)
+            self.jobs.discard(job)
+            if job.first_token_at is not None:
+                self.metrics.ttft.observe(job.first_token_at - job.started)
+            if job.finished_at is not None:
+                is_full = sum(len(each.choices) for each in self.jobs) + 1 >= self.max_batch
+                self.metrics.finished(job, is_full=is_full)
+
+    async def respond(self, request: Request, body: Body, writer: "Writer") -> Response:
+        """Run the writer's job and send what it makes of it: a stream of events, or one document."""
+        job, settings = writer.job, self.settings
+        if body.stream_options is not None and not body.stream:
+            raise HttpError(400, "'stream_options' requires 'stream'", param="stream_options")
+        if job.params.grammar is not None:
+            await self.prepare(job.params.grammar)
+        request.state.job, request.state.user = job, body.user
+        if body.stream:
+            return EventStream(writer.events(), settings)
+        with self.running(job):
+            await unless_gone(request, job.run(), settings.request_seconds)
         return JsonResponse(writer.whole())
 
     async def abort_all(self) -> None:
-        """End every open job with an error its client is told."""
         names = [f"{job.job_id}/{prompt}" for job in self.jobs for prompt in range(len(job.prompts))]
         await asyncio.gather(*(self.engine.abort(name) for name in names), return_exceptions=True)
 
-    async def refresh_stats(self) -> None:
-        if not self.is_alive:
-            return
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                self.metrics.stats = await self.engine.stats()
-        except TimeoutError:
-            log.warning("the engine did not tell its counts in %g s; /metrics shows older ones", STATS_SECONDS)
-
     async def metrics_text(self) -> bytes:
-        await self.refresh_stats()
+        try:
+            if self.is_alive:
+                self.metrics.stats = await asyncio.wait_for(self.engine.stats(), STATS_SECONDS)
+        except TimeoutError:
+            log.warning("the engine did not report its counters within %g s; /metrics shows old ones", STATS_SECONDS)
         return self.metrics.text()
-
-    def model_entry(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "peagle",
-            "root": self.target_name,
-            "parent": None,
-            "max_model_len": self.max_length,
-            "permission": [],
-            "peagle": {
-                "method": self.method,
-                "num_draft_tokens": self.num_draft_tokens,
-                "max_num_draft_tokens": self.num_draft_tokens,
-                "drafter": self.drafter_name,
-                "max_length": self.max_length,
-            },
-        }
-
-
-def _card_acceptance(llm: "LLM") -> dict[str, Any]:
-    card = getattr(llm.engine.drafter, "card", None)
-    return card.acceptance if card is not None else {}

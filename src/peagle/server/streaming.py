@@ -1,8 +1,7 @@
-"""Responses that end when their client goes away, so that nothing is computed for nobody."""
+"""Responses that stop the work when their client disconnects."""
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
@@ -12,27 +11,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from peagle.server.errors import as_http_error
+from peagle.server.settings import ServerSettings
+from peagle.server.sse import DONE, KEEP_ALIVE, dumps, event
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-LAST_WORDS_SECONDS = 5.0
+LAST_EVENT_SECONDS = 5.0
 CLIENT_GONE = 499
-"""What the log shows for a request whose client did not wait; nobody receives it."""
+"""The status in the log for a request whose client disconnected."""
 
 
 class ClientGoneError(Exception):
     """The client closed the connection."""
-
-
-def event(data: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + dumps(data) + b"\n\n"
-
-
-def dumps(data: Any) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class JsonResponse(Response):
@@ -43,7 +33,7 @@ class JsonResponse(Response):
 
 
 async def unless_gone(request: Request, work: Awaitable[T], seconds: float) -> T:
-    """What `work` gives; it is cancelled when the client goes away or the time is up."""
+    """The result of `work`, which is cancelled when the client disconnects or the time is up."""
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(disconnected(request.receive))
     try:
@@ -68,18 +58,19 @@ async def _end(*tasks: "asyncio.Future[Any]") -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of a generator, which is closed at once when the client goes away.
+    """Server-sent events from a generator, which is closed when the client disconnects.
 
-    Until the first event is there, or the keep-alive time has passed, nothing is sent: a request that the engine
-    refuses still gets its status. A later error is sent as an event in OpenAI's form.
+    Nothing is sent before the first event or the first keep-alive, so that a refused request gets its error status.
+    A later error is sent as an event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, keep_alive_seconds: float, seconds: float) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], settings: ServerSettings) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._keep_alive, self._seconds = events, keep_alive_seconds, seconds
+        self._events = events
+        self._keep_alive, self._seconds = settings.keep_alive_seconds, settings.request_seconds
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +80,7 @@ class EventStream(Response):
         try:
             done, _ = await asyncio.wait({first, gone}, timeout=self._keep_alive, return_when=asyncio.FIRST_COMPLETED)
             if first in done and first.exception() is not None:
-                await first  # not begun yet: the error becomes the response
+                await first  # nothing sent yet: the error becomes the response
             if gone in done:
                 raise ClientGoneError
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -104,22 +95,21 @@ class EventStream(Response):
 
     async def _pump(self, first: "asyncio.Future[bytes | None]", send: Send) -> None:
         now = asyncio.get_running_loop().time
-        beat, deadline, last_words = asyncio.create_task(self._beat(send)), now() + self._seconds, b""
+        beat, deadline, last_event = asyncio.create_task(self._beat(send)), now() + self._seconds, b""
         try:
             async with asyncio.timeout_at(deadline):
                 chunk = await first
-                if chunk is not None:
+                while chunk is not None:
                     await self._send(send, chunk)
-                async for chunk in self._events:
-                    await self._send(send, chunk)
+                    chunk = await anext(self._events, None)
         except Exception as error:
-            last_words = event(as_http_error(error).body()) + DONE
+            last_event = event(as_http_error(error).body()) + DONE
         finally:
             await _end(beat)
-            await self._events.aclose()  # before the last words: a client that reads nothing holds nothing else
+            await self._events.aclose()  # first: a client that does not read must not hold the engine
         try:
-            async with asyncio.timeout_at(max(deadline, now() + LAST_WORDS_SECONDS)):
-                await send({"type": "http.response.body", "body": last_words, "more_body": False})
+            async with asyncio.timeout_at(max(deadline, now() + LAST_EVENT_SECONDS)):
+                await send({"type": "http.response.body", "body": last_event, "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
 
@@ -128,7 +118,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _beat(self, send: Send) -> None:
-        """Break long silences. A chunk is written whole, so the comment never falls into one."""
+        """Send a comment after a long silence. Chunks are written whole, so it never splits one."""
         with contextlib.suppress(OSError):
             while True:
                 silence = time.monotonic() - self._sent_at

@@ -1,11 +1,12 @@
-"""Tool calls: which form a target's template writes them in, and reading them out of an answer, streamed or not.
+"""Tool calls: which format the target's chat template uses, and parsing them from an answer, streamed or not.
 
-hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them   (Qwen, Hermes, SmolLM)
+hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number            (Qwen, Hermes, SmolLM)
 mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 llama     the whole answer is {"name": ..., "parameters": {...}}
-forced    the whole answer is {"name": ..., "arguments": {...}}, by grammar, because tool_choice asks for a call
+forced    the whole answer is {"name": ..., "arguments": {...}}, by a grammar, because tool_choice requires a call
 """
 
+import contextlib
 import json
 import uuid
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from peagle.server.protocol import ChatBody, NamedTool, Tool, ToolCall
 from peagle.server.sampling import make_grammar
 
 Form = Literal["hermes", "mistral", "llama", "forced", "none"]
-OPENING = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+OPENING: dict[Form, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 CLOSING = "</tool_call>"
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one request's tools are shown to the target, and how its calls are told from text."""
+    """How one request's tools are shown to the target, and how its calls are parsed."""
 
     tools: tuple[Tool, ...]
     form: Form
@@ -31,49 +32,36 @@ class ToolFormat:
     only_one: bool = False
 
     @property
-    def is_forced(self) -> bool:
-        return self.form == "forced"
-
-    @property
-    def is_read(self) -> bool:
-        return self.form != "none"
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return (CLOSING,) if self.only_one and self.form == "hermes" else ()
 
 
 def tool_format(body: ChatBody, template: str) -> ToolFormat | None:
-    """What a request's `tools` and `tool_choice` ask for; None where there are no tools."""
+    """The format for a request's `tools` and `tool_choice`; None without tools."""
     if not body.tools:
         if body.tool_choice not in (None, "none", "auto"):
-            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+            raise HttpError(400, "'tool_choice' requires 'tools'", param="tool_choice")
         return None
     if "tools" not in template:
-        raise unsupported("tools", "the target's chat template has no place for them")
+        raise unsupported("tools", "the target's chat template does not use them")
     tools = tuple(body.tools)
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         if name not in {tool.function.name for tool in tools}:
-            raise HttpError(400, f"tool_choice names {name[:100]!r}, which is not among the tools", param="tool_choice")
-        return ToolFormat(tools, "forced")
-    if body.tool_choice == "required":
+            raise HttpError(400, f"'tool_choice' names {name[:100]!r}, which is not in 'tools'", param="tool_choice")
+    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         return ToolFormat(tools, "forced")
     if body.tool_choice == "none":
         return ToolFormat(tools, "none", is_shown=False)
-    form: Form = "llama"
-    if "<tool_call>" in template:
-        form = "hermes"
-    elif "[TOOL_CALLS]" in template:
-        form = "mistral"
+    form: Form = next((form for form, opening in OPENING.items() if opening in template), "llama")
     only_one = body.parallel_tool_calls is False
     if only_one and form == "mistral":
-        raise unsupported("parallel_tool_calls", "the target's template writes all calls as one list")
+        raise unsupported("parallel_tool_calls", "the target's chat template writes all calls as one list")
     return ToolFormat(tools, form, only_one=only_one)
 
 
 def forced_grammar(body: ChatBody) -> Grammar:
-    """A grammar that lets the target write nothing but one call of a tool that may be called."""
+    """A grammar that allows exactly one call of an allowed tool."""
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     calls = [
         {
@@ -92,31 +80,27 @@ def forced_grammar(body: ChatBody) -> Grammar:
 
 
 class ToolReader:
-    """Splits one answer into text and calls as it grows; what may yet become a call is held back."""
+    """Splits one growing answer into text and calls. Holds back text that may still become a call."""
 
-    def __init__(self, tools: ToolFormat) -> None:
-        self._form = tools.form
+    def __init__(self, form: Form) -> None:
+        self._form = form
         self._held = ""
-        self._is_inside = tools.form == "forced"
+        self._is_inside = form == "forced"
         self._is_start = True
         self.num_calls = 0
 
     @staticmethod
     def as_template_call(call: ToolCall) -> dict[str, Any]:
-        """A call that a client sends back, its arguments an object again, as templates want them."""
+        """A call from an earlier turn as templates expect it: its arguments as an object."""
         plain = call.model_dump(exclude_none=True)
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             plain["function"]["arguments"] = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            return plain
         return plain
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Text and calls that became certain."""
+        """The text and the calls that are certain now."""
         self._held += text
-        if self._form == "hermes":
-            return self._hermes(is_last)
-        return self._rest_is_json(is_last)
+        return self._hermes(is_last) if self._form == "hermes" else self._rest_is_json(is_last)
 
     def _hermes(self, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         shown, calls = "", []
@@ -125,11 +109,10 @@ class ToolReader:
                 inside, found, rest = self._held.partition(CLOSING)
                 if not found and not is_last:
                     break
-                call = self._call(inside)
-                if call is None:
-                    shown += OPENING["hermes"] + inside + found  # not a call after all: show what was written
-                else:
-                    calls.append(call)
+                made = self._calls(inside)
+                calls += made
+                if not made:
+                    shown += OPENING["hermes"] + inside + found  # not a call: show the text
                 self._held, self._is_inside = rest, False
             else:
                 before, found, rest = self._held.partition(OPENING["hermes"])
@@ -144,23 +127,13 @@ class ToolReader:
         return (shown.strip() if self.num_calls and not shown.strip() else shown), calls
 
     def _rest_is_json(self, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Forms in which everything from some point on is one JSON document."""
-        shown = ""
-        if not self._is_inside:
-            shown = self._before_json(is_last)
+        """Formats in which everything after some point is one JSON document."""
+        shown = "" if self._is_inside else self._before_json(is_last)
         if not (self._is_inside and is_last):
             return shown, []
         document, self._held = self._held, ""
-        text = document.strip()
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            return shown + document, []
-        calls = [self._call_of(value) for value in (values if isinstance(values, list) else [values])]
-        if not calls or None in calls:
-            self.num_calls = 0
-            return shown + document, []
-        return shown, [call for call in calls if call is not None]
+        calls = self._calls(document)
+        return shown + ("" if calls else document), calls
 
     def _before_json(self, is_last: bool) -> str:
         start = self._held.lstrip()
@@ -180,28 +153,28 @@ class ToolReader:
         self._is_start = self._is_start and not shown
         return shown
 
-    def _call(self, text: str) -> dict[str, Any] | None:
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        """The calls in a JSON document: one, or a list outside hermes. Empty if any part is not a call."""
         try:
-            return self._call_of(json.loads(text))
+            document = json.loads(text)
         except (ValueError, RecursionError):
-            return None
-
-    def _call_of(self, value: Any) -> dict[str, Any] | None:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        call = {
-            "index": self.num_calls,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": {"name": value["name"], "arguments": arguments},
-        }
-        self.num_calls += 1
-        return call
+            return []
+        calls: list[dict[str, Any]] = []
+        for value in document if isinstance(document, list) and self._form != "hermes" else [document]:
+            if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+                return []
+            arguments = value.get("arguments", value.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": value["name"], "arguments": arguments}
+            index = self.num_calls + len(calls)
+            calls.append(
+                {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            )
+        self.num_calls += len(calls)
+        return calls
 
 
 def _overlap(text: str, opening: str) -> int:
-    """Length of the longest end of the text that the opening begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `opening`."""
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-n:])), 0)

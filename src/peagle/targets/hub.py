@@ -1,23 +1,22 @@
-"""Models on the Hugging Face hub: the local cache first, then the hub, and in plain words what went wrong.
+"""Models on the Hugging Face Hub: look in the local cache first, then download, with clear errors.
 
-Downloading, the cache and its place (HF_HOME, HF_HUB_CACHE), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are
-`huggingface_hub`'s own.
+`huggingface_hub` handles the cache (HF_HOME, HF_HUB_CACHE), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN).
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.errors import CheckpointError, PeagleError, TargetError
+from peagle.errors import CheckpointError, TargetError, first_line
+from peagle.targets.safetensors_header import read_index
 
 log = logging.getLogger(__name__)
 
 What = Literal["target", "tokenizer", "drafter"]
 
-KNOWN = "`peagle catalog` lists those it knows"
+KNOWN = "`peagle catalog` lists known models"
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Makers keep copies of the weights in other forms beside them: in folders (`original/`, `metal/`), or as one file more.
+# Repositories may hold copies of the weights in other formats: in folders (`original/`, `metal/`) or as extra files.
 WANTED: dict[What, dict[str, Any]] = {
     "target": {"allow_patterns": [*TOKENIZER_FILES, "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]},
     "tokenizer": {"allow_patterns": TOKENIZER_FILES, "ignore_patterns": ["*/*", "*.index.json"]},
@@ -30,100 +29,88 @@ def looks_like_an_id(name: str) -> bool:
 
 
 def fetch(model_id: str, what: What) -> Path:
-    """The directory of a model id's files: the local cache's, where they are complete, else downloaded into it."""
+    """The local directory of a model id's files, downloaded unless the cache has them all."""
     return cached(model_id, what) or download(model_id, what)
 
 
 def download(model_id: str, what: What) -> Path:
-    """Bring a model id's files into the local cache, as far as they are not there; the directory they are in."""
-    from huggingface_hub import errors, snapshot_download
+    """Download the missing files of a model id to the local cache and return their directory."""
+    from huggingface_hub import constants, errors, snapshot_download
 
     log.info("downloading the %s %s", what, model_id)
+    problem = CheckpointError if what == "drafter" else TargetError
     try:
         directory = Path(snapshot_download(model_id, local_files_only=False, **WANTED[what]))
     except errors.GatedRepoError as error:
-        raise _error(
-            what,
-            f"{model_id!r} is gated: its makers ask for their license to be accepted first",
-            f"accept it on https://huggingface.co/{model_id}, then log in with `hf auth login` or set HF_TOKEN",
+        raise problem(
+            f"{model_id!r} is gated: you must accept its license first",
+            hint=f"accept it on https://huggingface.co/{model_id}, then run `hf auth login` or set HF_TOKEN",
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise _error(
-            what,
-            f"no {what} at {model_id!r}: not a directory, and the Hugging Face hub has no such model, or it is private",
-            f"check the name ({KNOWN}); for a private one log in with `hf auth login` or set HF_TOKEN",
+        raise problem(
+            f"no {what} at {model_id!r}: not a directory, and the Hugging Face Hub has no such model, or it is private",
+            hint=f"check the name ({KNOWN}); for a private model run `hf auth login` or set HF_TOKEN",
         ) from error
-    except Exception as error:  # no network, offline mode, the hub's own trouble, no room: each of another library
-        raise _unreachable(model_id, what, error) from error
-    if not _is_complete(directory, what):
-        raise _error(
-            what,
-            f"{model_id!r} has no {'tokenizer' if what == 'tokenizer' else 'config.json with weights beside it'}",
-            "it is not a model of transformers' form; give one that is",
-        )
+    except Exception as error:  # no network, offline mode, hub errors, full disk: from several libraries
+        reason, advice = _why_unreachable(error)
+        raise problem(
+            f"no {what} at {model_id!r}: not a directory, not in the local cache ({constants.HF_HUB_CACHE}), "
+            f"and {reason}",
+            hint=f"check the name ({KNOWN}){advice}, or copy the files (`hf download {model_id}`)",
+        ) from error
+    try:
+        _check_complete(directory, what)
+    except CheckpointError as error:
+        message = f"{model_id!r} is not a complete {what}: {error.message}"
+        raise problem(message, hint=f"check the repository ({KNOWN})") from error
     return directory
 
 
 def cached(model_id: str, what: What) -> Path | None:
-    """The directory in the local cache, if it holds all that is wanted; nothing is asked of the hub."""
+    """The directory in the local cache if it is complete; never contacts the hub."""
     from huggingface_hub import snapshot_download
 
     try:
         directory = Path(snapshot_download(model_id, local_files_only=True, **WANTED[what]))
-    except Exception:  # absent, cut off in the middle of a download, or not even a possible id
+        _check_complete(directory, what)
+    except Exception:  # not downloaded, partly downloaded, or not a valid id
         return None
-    return directory if _is_complete(directory, what) else None
+    return directory
 
 
 def count_parameters(model_id: str) -> int | None:
-    """How many numbers the hub says the model's weights hold; None where it does not say or cannot be asked."""
+    """The number of parameters according to the hub; None if unknown or unreachable."""
     from huggingface_hub import HfApi
 
     try:
         held: Any = HfApi().model_info(model_id, expand=["safetensors"], timeout=10).safetensors
-        # A byte holds two numbers of four bits.
+        # A byte holds two 4-bit weights.
         return sum(count * (2 if dtype == "U8" else 1) for dtype, count in held.parameters.items())
-    except Exception:  # the download that follows says what is wrong
+    except Exception:  # the download reports the problem
         return None
 
 
-def _is_complete(directory: Path, what: What) -> bool:
-    """Whether nothing is missing that every model has; a download can have been cut off."""
+def _check_complete(directory: Path, what: What) -> None:
+    """Refuse a snapshot that lacks files: a download can be interrupted."""
     if what == "tokenizer":
-        return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise CheckpointError(f"{directory} has no tokenizer.json")
+        return
     if not (directory / "config.json").is_file():
-        return False
-    for kind in ("safetensors", "bin"):  # the first form that is there; of a second one only the index may be fetched
-        try:
-            indices = [json.loads(index.read_text()) for index in directory.glob(f"*.{kind}.index.json")]
-            shards = {shard for index in indices for shard in index["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
+        raise CheckpointError(f"{directory} has no config.json")
+    for kind in ("safetensors", "bin"):  # a second form of the weights may be there with nothing but its index
+        shards = [path for index in sorted(directory.glob(f"*.{kind}.index.json")) for path in read_index(index)]
         if shards or any(path.is_file() for path in directory.glob(f"*.{kind}")):
-            return all((directory / shard).is_file() for shard in shards)
-    return False
+            return
+    raise CheckpointError(f"{directory} has no weights")
 
 
-def _unreachable(model_id: str, what: What, error: Exception) -> PeagleError:
+def _why_unreachable(error: BaseException) -> tuple[str, str]:
+    """The reason that the hub has no answer, and what to do about it."""
     from huggingface_hub import constants, errors
 
-    cause: BaseException = error
-    while isinstance(cause, errors.LocalEntryNotFoundError) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    place = f"not a directory, not in the local cache ({constants.HF_HUB_CACHE})"
-    if constants.HF_HUB_OFFLINE or isinstance(cause, errors.OfflineModeIsEnabled):
-        return _error(
-            what,
-            f"no {what} at {model_id!r}: {place}, and HF_HUB_OFFLINE forbids to ask the hub",
-            f"check the name ({KNOWN}), unset HF_HUB_OFFLINE, or bring the files here (`hf download {model_id}`)",
-        )
-    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-    return _error(
-        what,
-        f"no {what} at {model_id!r}: {place}, and the Hugging Face hub cannot be reached ({reason})",
-        f"check the name ({KNOWN}) and the network, or bring the files here (`hf download {model_id}`)",
-    )
-
-
-def _error(what: What, message: str, hint: str) -> PeagleError:
-    return (CheckpointError if what == "drafter" else TargetError)(message, hint=hint)
+    while isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    if constants.HF_HUB_OFFLINE or isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set", ", unset HF_HUB_OFFLINE"
+    return f"the Hugging Face Hub cannot be reached ({first_line(error)})", " and the network"

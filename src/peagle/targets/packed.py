@@ -1,8 +1,8 @@
-"""A target over packed rows: several documents in one row that do not see each other, as if each had run alone.
+"""A target over packed rows, for training: several documents concatenated in one row, each computed as if alone.
 
-The modules are those of transformers, with our attention inside: what a token sees is decided here from the document
-numbers and each layer's window, not by the masks a model builds, because some models build none for packed rows. A
-model that does not attend through transformers' attention interface runs its documents one to a row instead.
+transformers' modules run with our attention, which builds its mask from the document numbers and each layer's window:
+some models build no mask for packed rows. A model that does not use transformers' attention interface runs one
+document per row instead.
 
 Shapes: B rows, T tokens, D width, A concatenated aux width, N chosen tokens, V vocabulary, H query and G key-value
 heads, E head width, Q blocks of `BLOCK` tokens.
@@ -21,75 +21,65 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from peagle.errors import TargetError
-from peagle.kernels.compiler import compiled
-from peagle.targets.hf import HFTarget, check_own_attention
-from peagle.targets.paged import HARMLESS
-from peagle.targets.probing import check_window, window_as_mask
+from peagle.kernels.compiler import Compile, compiled
+from peagle.targets.hf import HFTarget
+from peagle.targets.probing import Probe, check_layer_types, no_mask, window_as_mask
 
 log = logging.getLogger(__name__)
 
 PACKED, PROBE = "peagle_packed", "peagle_packed_probe"
-BLOCK = 128  # tokens a block of FlexAttention; a row shorter than one is attended with a dense mask
-NARROWEST = 16  # heads that FlexAttention's kernels take
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a function faster without changing what it does; the identity where there is no compiler."""
+BLOCK = 128  # tokens per block of FlexAttention; shorter rows use a dense mask
+MIN_HEAD_WIDTH = 16  # of FlexAttention's kernels
 
 
 class PackedOutput(NamedTuple):
-    """`last_hidden_BTD` is what `PackedTarget.head` reads; `aux_hidden_BTA` as in `TargetOutput`."""
+    """`last_hidden_BTD` is the input of `PackedTarget.head`; `aux_hidden_BTA` as in `TargetOutput`."""
 
     last_hidden_BTD: Tensor
     aux_hidden_BTA: Tensor
 
 
 class PackedRows(NamedTuple):
-    """Which document each token belongs to, and by window (0: none) which blocks see each other, or None for dense."""
+    """The document of each token, and a block mask per window (0: none); None to use a dense mask."""
 
     document_BT: Tensor
     blocks: dict[int, BlockMask] | None
 
 
-class Probe(NamedTuple):
-    """Of a pass that learns what the layers ask for."""
-
-    name: str
-    max_length: int
-    windows: dict[int, int]
-    """by layer"""
-
-
 class PackedTarget:
-    """Runs a target over packed rows. The target is changed only during `forward`, so others may use it in between.
+    """Runs a target over packed rows. The target is patched only during `forward`, so others can use it in between.
 
-    `compile` is applied once for each class of layer, so that a model of any depth starts in the time of one layer.
+    `compile` is applied once per class of layer, so a model of any depth starts in the time of one layer.
     """
 
     def __init__(self, target: HFTarget, compile: Compile | None = None) -> None:
         self.target = target
         AttentionInterface.register(PACKED, _attend_packed)
-        AttentionMaskInterface.register(PACKED, _no_mask)
+        AttentionMaskInterface.register(PACKED, no_mask)
         AttentionInterface.register(PROBE, _attend_packed)
         AttentionMaskInterface.register(PROBE, window_as_mask)
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._windows: set[int] = {0}
         head = TargetHead(target)
-        self.head: Callable[[Tensor], Tensor] = head if head.is_exact else _as_it_is
-        """from `last_hidden_BTD` of any tokens to their logits"""
+        self.head: Callable[[Tensor], Tensor] = head if head.is_exact else _identity
+        """Logits of any rows of `last_hidden_BTD`."""
         if not head.is_exact:
             log.warning(
-                "the head of %s does something peagle does not know; the logits of all tokens are kept, which takes "
-                "more memory",
+                "the head of %s is not a plain projection; computing the logits of all tokens, which takes more memory",
                 type(target.model).__name__,
             )
         self.can_pack = self._probe()
         if compile is not None:
-            self._forwards = self._compiled(compile)
+            parts = target.compilable_modules()
+            by_kind = {kind: compile(kind.forward) for kind in {type(module) for module in parts}}
+            self._forwards = {module: functools.partial(by_kind[type(module)], module) for module in parts}
 
     @torch.no_grad()
     def forward(self, token_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> PackedOutput:
-        """States of every token. Documents are runs of one number in `document_BT`; -1 is padding, whose states mean
-        nothing. `position_BT` restarts with each document."""
+        """States of every token. A document is a run of equal numbers in `document_BT`; -1 is padding.
+
+        `position_BT` restarts with each document.
+        """
         self.target.check_not_lent()
         if not self.can_pack:
             return self._forward_separately(token_ids_BT, document_BT, position_BT)
@@ -98,18 +88,15 @@ class PackedTarget:
             return self._run(token_ids_BT, position_ids=position_BT, packed_rows=rows)
 
     def _run(self, token_ids_BT: Tensor, **kwargs: Any) -> PackedOutput:
-        if self.head is _as_it_is:
-            read_BTD = self.target.model(input_ids=token_ids_BT, use_cache=False, **kwargs).logits
-        else:
-            read_BTD = self.target.model.get_decoder()(
-                input_ids=token_ids_BT, use_cache=False, **kwargs
-            ).last_hidden_state
+        model = self.target.model if self.head is _identity else self.target.model.get_decoder()
+        output = model(input_ids=token_ids_BT, use_cache=False, **kwargs)
+        read_BTD = output.logits if self.head is _identity else output.last_hidden_state
         aux_hidden_BTA = self.target.captured_aux()
         self.target.forget_captured()
         return PackedOutput(read_BTD, aux_hidden_BTA)
 
     def _forward_separately(self, token_ids_BT: Tensor, document_BT: Tensor, position_BT: Tensor) -> PackedOutput:
-        """One document to a row, padded on the right, where no earlier token sees it."""
+        """One document per row, padded on the right, where causal attention ignores it."""
         row, column = (document_BT >= 0).nonzero(as_tuple=True)
         position = position_BT[row, column]
         number = (position == 0).cumsum(0) - 1
@@ -135,30 +122,22 @@ class PackedTarget:
             for module in self._forwards:
                 module.__dict__.pop("forward", None)
 
-    def _compiled(self, compile: Compile) -> dict[nn.Module, Callable[..., Any]]:
-        decoder = self.target.model.get_decoder()
-        others = [getattr(decoder, name, None) for name in ("norm", "rotary_emb")]
-        parts = [*self.target.layers, *(module for module in others if isinstance(module, nn.Module))]
-        compiled = {kind: compile(kind.forward) for kind in {type(module) for module in parts}}
-        return {module: _bound(compiled[type(module)], module) for module in parts}
-
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Run three tokens to learn which windows the layers have, and whether all attend through our attention."""
-        probe = Probe(type(self.target.model).__name__, self.target.max_length, {})
+        """Run three tokens to learn the layers' windows, and whether all layers use our attention."""
+        probe = Probe(type(self.target.model).__name__, self.target.max_length)
         tokens = torch.zeros(1, 3, dtype=torch.long, device=self.target.device)
         rows = PackedRows(torch.zeros_like(tokens), None)
         position = torch.arange(3, device=tokens.device)[None]
         try:
-            check_own_attention(self.target)
+            check_layer_types(self.target)
             with self._installed(PROBE):
                 self._run(tokens, position_ids=position, packed_rows=rows, packed_probe=probe)
             if len(probe.windows) < self.target.num_layers:
-                raise TargetError(f"{self.target.num_layers - len(probe.windows)} layers attend in a way of their own")
+                raise TargetError(f"{self.target.num_layers - len(probe.windows)} layers have their own attention")
         except (TargetError, TypeError, NotImplementedError) as error:
             log.warning(
-                "documents of %s cannot share a row (%s); each runs in a row of its own, which takes more time and "
-                "memory",
+                "documents of %s cannot share a row (%s); one document per row takes more time and memory",
                 type(self.target.model).__name__,
                 error,
             )
@@ -167,15 +146,11 @@ class PackedTarget:
         return True
 
 
-def _bound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: forward(module, *args, **kwargs)
-
-
 class TargetHead:
-    """The target's logits from the states its head reads, for the tokens that are asked for alone.
+    """The target's logits from the input of its head, for selected tokens only.
 
-    Heads differ in what follows the matrix (a soft cap, a scale). What transformers' configurations say of it is
-    tried on a few tokens; `is_exact` tells whether it gives the model's own logits.
+    Heads may apply a scale or a soft cap after the projection. We read both from the config and compare a few tokens
+    with the model's own logits: `is_exact`.
     """
 
     def __init__(self, target: HFTarget) -> None:
@@ -205,21 +180,21 @@ class TargetHead:
         return bool(difference <= tolerance * expected.abs().max())
 
 
-def _as_it_is(logits_NV: Tensor) -> Tensor:
+def _identity(logits_NV: Tensor) -> Tensor:
     return logits_NV
 
 
 def packed_rows(document_BT: Tensor, windows: set[int]) -> PackedRows:
-    """What attention needs to know of rows: on a GPU by blocks, so that nothing grows with the square of T."""
+    """The rows with block masks on a GPU, so that no memory grows with the square of T."""
     if document_BT.device.type != "cuda" or document_BT.shape[1] < BLOCK:
         return PackedRows(document_BT, None)
     return PackedRows(document_BT, {window: block_mask(document_BT, window) for window in windows})
 
 
 def block_mask(document_BT: Tensor, window: int) -> BlockMask:
-    """Causal attention inside documents, and inside `window` (0: everywhere), by blocks of `BLOCK` tokens.
+    """Block mask of causal attention inside documents and inside `window` (0: no window).
 
-    Documents are runs, so the first and the last number of two blocks tell whether they share one.
+    Documents are runs, so the first and last document of two blocks tell whether they share one.
     """
     num_tokens = document_BT.shape[1]
     padding = -num_tokens % BLOCK
@@ -251,13 +226,9 @@ def block_mask(document_BT: Tensor, window: int) -> BlockMask:
 
 
 def _listed(chosen_BQQ: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and their numbers in front: int32 [B, 1, Q] and [B, 1, Q, Q]."""
+    """The number of key blocks of each query block, int32 [B, 1, Q], and their indices first in [B, 1, Q, Q]."""
     order_BQQ = chosen_BQQ.int().argsort(dim=-1, descending=True, stable=True)
     return chosen_BQQ.sum(-1, dtype=torch.int32)[:, None], order_BQQ.to(torch.int32)[:, None].contiguous()
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _attend_packed(
@@ -277,14 +248,10 @@ def _attend_packed(
 ) -> tuple[Tensor, None]:
     window = sliding_window or 0
     if packed_probe is not None:
-        index: int = module.layer_idx  # type: ignore[assignment]  # a number, says transformers
-        packed_probe.windows[index] = window
-        unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
-        if unknown:
-            raise TargetError(f"it gives its attention {', '.join(unknown)}")
-        check_window(attention_mask, window, packed_probe.max_length, f"layer {index} of {packed_probe.name}")
+        index: int = module.layer_idx  # type: ignore[assignment]  # an int in transformers
+        packed_probe.record(index, attention_mask, sliding_window, kwargs)
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
-    is_dense = packed_rows.blocks is None or query_BHTE.shape[-1] < NARROWEST
+    is_dense = packed_rows.blocks is None or query_BHTE.shape[-1] < MIN_HEAD_WIDTH
     attend = _attend_dense if is_dense else _attend_blocks
     attended_BHTE = attend(query_BHTE, key_BGTE, value_BGTE, packed_rows, window, scale, softcap, s_aux)
     return attended_BHTE.transpose(1, 2), None
@@ -292,7 +259,7 @@ def _attend_packed(
 
 @functools.cache
 def _compiled_attention() -> Callable[..., Any]:
-    """FlexAttention for layers that are not compiled themselves: as it is, it would compute all scores."""
+    """FlexAttention for layers that are not compiled: in eager mode it would compute all scores."""
     return compiled(flex_attention, dynamic=False)
 
 
@@ -322,7 +289,7 @@ def _attend_blocks(
         return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:
-        # A sink takes exp(sink) / (exp(sink) + sum of exp(score)) of the attention and gives nothing for it.
+        # A sink takes exp(sink) / (exp(sink) + sum of exp(score)) of the attention weight and has no value.
         kept_BHT = torch.sigmoid(aux.lse - sinks_H.float()[:, None])
         attended_BHTE = attended_BHTE * kept_BHT[..., None]
     attended: Tensor = attended_BHTE.to(query_BHTE.dtype)

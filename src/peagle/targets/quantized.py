@@ -1,11 +1,10 @@
-"""Targets that are stored in fewer bits: which ones are widened when they are loaded, and how.
+"""Quantized targets: which ones are dequantized when loaded, and how.
 
-MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and others) are turned into plain weights by transformers, on whatever
-device the target runs: the kernels that would run them as they are exist for some GPUs only, and transformers fetches
-them from outside when they are first used. MXFP4 is held exactly by bfloat16; FP8 is rounded to the target's precision.
+transformers turns MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and others) into plain weights on any device. The
+kernels that compute with the quantized weights exist for some GPUs only, and transformers downloads them at first use.
+bfloat16 holds MXFP4 exactly; FP8 is rounded to the target's dtype.
 """
 
-import importlib.util
 import json
 import logging
 from pathlib import Path
@@ -13,34 +12,30 @@ from typing import Any
 
 import torch
 
-from peagle.errors import MissingExtraError
-
 log = logging.getLogger(__name__)
 
 
-def widening(directory: Path) -> dict[str, Any]:
-    """Arguments that have transformers widen what the directory holds; none for plain weights and other kinds."""
+def dequantize_options(directory: Path) -> dict[str, Any]:
+    """Options that make transformers dequantize the directory's weights; empty for plain and other formats."""
     try:
         stored = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
         kind = stored.get("quant_method") if isinstance(stored, dict) else None
     except (OSError, ValueError, AttributeError):
-        return {}  # the load that follows says what is wrong with the file
+        return {}  # loading reports the problem
     if kind not in ("mxfp4", "fp8"):
         return {}
     from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-    log.info("%s weights: widened while they are loaded (vLLM would keep them as they are)", kind)
+    log.info("dequantizing %s weights while loading (vLLM would keep them quantized)", kind)
     if kind == "mxfp4":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    if importlib.util.find_spec("accelerate") is None:
-        raise MissingExtraError("accelerate", "quant", "reading FP8 weights")
-    # What is left out of the quantization must be said again: transformers takes it from here, not from the file.
+    # transformers reads the exceptions from here, not from the file.
     kept = stored.get("modules_to_not_convert")
     return {"quantization_config": FineGrainedFP8Config(dequantize=True, modules_to_not_convert=kept)}
 
 
-def settle(model: Any, dtype: torch.dtype) -> None:
-    """Make a widened model a plain one: transformers leaves experts in bfloat16, and goes on calling it quantized."""
+def finish_dequantizing(model: Any, dtype: torch.dtype) -> None:
+    """Cast the experts, which transformers leaves in bfloat16, and clear the quantized state."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
             parameter.data = parameter.data.to(dtype)
@@ -48,7 +43,7 @@ def settle(model: Any, dtype: torch.dtype) -> None:
 
 
 def forget_quantization(model: Any) -> None:
-    """The weights are plain tensors now; transformers would still refuse to save or to cast a "quantized" model."""
+    """Mark the model as plain: transformers refuses to save or cast a "quantized" one."""
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer = None
     model.is_quantized = False

@@ -1,7 +1,6 @@
-"""What a run looks like while it goes on (TensorBoard) and when it is over (one picture of curves).
+"""Training curves: TensorBoard during the run, curves.png at the end.
 
-Both read the lines of metrics.jsonl and need packages of the extra `train`. Where one is absent that is said once, and
-the run goes on without it: metrics.jsonl has everything.
+Both show the lines of metrics.jsonl and need packages of the extra `train`. Without them a warning is logged.
 """
 
 import contextlib
@@ -24,11 +23,11 @@ Line = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Writes lines of metrics as scalars into `directory`. Those past `first_step` of an earlier process are purged."""
+    """Writes metrics lines as scalars to `directory`. Purges events past `first_step` from an interrupted process."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         self._writer: Any = None
-        if not _has("tensorboard", "TensorBoard shows no curves"):
+        if not _has("tensorboard", "TensorBoard is off"):
             return
         from torch.utils.tensorboard import SummaryWriter
 
@@ -47,7 +46,7 @@ class TensorBoard:
 
 @contextlib.contextmanager
 def shown_on_tensorboard(run: RunState, first_step: int) -> Iterator[None]:
-    """Show every line of metrics that `run` logs, from `first_step` on; only in the process that writes."""
+    """Send every metrics line of `run` to TensorBoard, in the main process."""
     if not run.world.is_main:
         yield
         return
@@ -61,7 +60,7 @@ def shown_on_tensorboard(run: RunState, first_step: int) -> Iterator[None]:
 
 
 def scalars(line: Line) -> dict[str, float]:
-    """The numbers of a line by a name each, the step left out; lists are numbered from 0.
+    """The numbers of a metrics line by name, without the step. List entries are numbered from 0.
 
     >>> scalars({"step": 20, "loss": 2.5, "accuracy_by_depth": [0.5, 0.25], "replay": {"acceptance_length": 1.5}})
     {'loss': 2.5, 'accuracy_by_depth/0': 0.5, 'accuracy_by_depth/1': 0.25, 'replay/acceptance_length': 1.5}
@@ -78,15 +77,15 @@ def scalars(line: Line) -> dict[str, float]:
 
 
 def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
-    """Draw loss, accuracy by depth and replayed acceptance length against the step; False where nothing was drawn."""
-    if not any("loss" in line for line in lines) or not _has("matplotlib", f"{path.name} is not drawn"):
+    """Save a plot of loss, accuracy by depth and acceptance length by step. Returns False if nothing was drawn."""
+    if not any("loss" in line for line in lines) or not _has("matplotlib", f"no {path.name}"):
         return False
     drawn(lines, title).savefig(path, dpi=130)
     return True
 
 
 def drawn(lines: Sequence[Line], title: str) -> "Figure":
-    """The picture of lines of which at least one has a loss: three panels."""
+    """The figure: three panels. At least one line must have a loss."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -96,13 +95,13 @@ def drawn(lines: Sequence[Line], title: str) -> "Figure":
     steps = [line["step"] for line in losses]
     marker = "o" if len(steps) == 1 else None
     loss_axes.plot(steps, [line["loss"] for line in losses], color="black", linewidth=1.5, marker=marker)
-    loss_axes.set_title("loss, mean over labels", fontsize=10)
+    loss_axes.set_title("loss (mean over labels)", fontsize=10)
     num_depths = len(losses[0]["accuracy_by_depth"])
     for depth in range(num_depths):
         values = [line["accuracy_by_depth"][depth] for line in losses]
         color = colormaps["viridis"](0.9 * depth / max(1, num_depths - 1))
         accuracy_axes.plot(steps, values, color=color, linewidth=1.5, marker=marker, label=str(depth))
-    accuracy_axes.set_title("agrees with the target's likeliest token, by depth", fontsize=10)
+    accuracy_axes.set_title("accuracy by depth (vs. the target's argmax)", fontsize=10)
     accuracy_axes.set_ylim(0, 1)
     accuracy_axes.legend(title="depth", fontsize=8, title_fontsize=8, frameon=False, ncols=2, loc="best")
     replays = [line for line in lines if "replay" in line]
@@ -115,7 +114,7 @@ def drawn(lines: Sequence[Line], title: str) -> "Figure":
     else:
         replay_axes.text(0.5, 0.5, "no held-out conversations", ha="center", transform=replay_axes.transAxes)
         replay_axes.set_yticks([])
-    replay_axes.set_title("acceptance length, replayed on held-out answers", fontsize=10)
+    replay_axes.set_title("acceptance length (replay on held-out answers)", fontsize=10)
     for axes in (loss_axes, accuracy_axes, replay_axes):
         axes.set_xlabel("optimizer step")
         axes.set_xlim(0, max(line["step"] for line in lines) * 1.03)
@@ -128,5 +127,5 @@ def drawn(lines: Sequence[Line], title: str) -> "Figure":
 def _has(package: str, otherwise: str) -> bool:
     if importlib.util.find_spec(package) is not None:
         return True
-    log.warning("%s: the package %r is not installed (pip install 'peagle[train]')", otherwise, package)
+    log.warning("%s: package %r is not installed (pip install 'peagle[train]')", otherwise, package)
     return False

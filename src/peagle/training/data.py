@@ -1,7 +1,7 @@
-"""The text of a run: what is trained on, what is set apart to measure acceptance, and the facts about both."""
+"""The conversations of a run: what it trains on, what it holds out, and the facts about both for the card."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.drafter.card import TargetIdentity
+from peagle.checkpoint.card import TargetIdentity
+from peagle.data.config import RegenerationConfig
+from peagle.data.conversations import Conversation, ConversationSet, has_answers, read_conversations
+from peagle.data.inspection import trained_token_counts
+from peagle.data.prompts import read_dialogs
+from peagle.data.regeneration import answer_dialogs
+from peagle.data.shard_writer import check_made_by
+from peagle.data.shards import HELD_OUT_NAME, check_target, is_shard_directory, open_shards, read_manifest
 from peagle.errors import DataError
-from peagle.json_rows import SHAREGPT_ROLES, is_text, read_rows
+from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import ANSWER_KEYS, Conversation, ConversationSet, read_conversations
-from peagle.training.generation import RegenerationConfig
-from peagle.training.shard_writer import check_made_by
-from peagle.training.shards import check_target, is_shard_directory, open_shards, read_manifest
+from peagle.training.distributed import World
 
 log = logging.getLogger(__name__)
 
-AnswerPrompts = Callable[[Path, Path, RegenerationConfig], None]
-"""Has the target answer a prompt file (the first path) into a directory of shards (the second)."""
-HELD_OUT_NAME = "held_out"
 MOST_HELD_OUT = 0.1
-"""Share of the greedy answers that may be taken from the training for measuring."""
+"""The largest share of the greedy answers to hold out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +42,18 @@ class RunText:
         return int(self.facts["num_answer_tokens"])
 
 
-def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPrompts | None) -> RunText:
-    """Read what `config` names. A file of prompts is first answered, into OUTPUT/data; that may be interrupted, too."""
+def read_text(target: HFTarget, config: TrainConfig, world: World) -> RunText:
+    """Read the data of `config`. The target first answers a prompt file, into OUTPUT/data, which can be resumed."""
     path = config.data
     if not path.is_dir() and not has_answers(path):
-        path = _answered(target, config, answer_prompts)
+        path = _answered(target, config, world)
     data = _read(path, target, config.max_length)
-    _check_labels(path, data, config)
+    # The target emits an answer's first token, so drafts begin with the second.
+    if not any((row.loss_mask[1:-1] & row.loss_mask[2:]).any() for row in data):
+        raise DataError(
+            f"{path}: no row has an answer of two or more tokens within max_length = {config.max_length}",
+            hint="use longer answers, or raise max_length above the length of the prompts",
+        )
     facts: dict[str, Any] = {
         "name": config.data.name,
         "num_conversations": len(data),
@@ -60,63 +65,44 @@ def read_text(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPromp
         manifest = read_manifest(path)
         facts |= {"made_by": manifest["kind"], "settings": manifest["settings"]}
         if not manifest["is_complete"]:
-            log.warning("%s is unfinished: trained on is what is there; `peagle data` with its options goes on", path)
+            log.warning("%s is unfinished; training on what it holds (rerun its `peagle data` command to resume)", path)
     given = config.held_out
     if given is None and is_shard_directory(path / HELD_OUT_NAME):
         given = path / HELD_OUT_NAME
         if not open_shards(given).counts()["num_rows"]:
-            log.warning("%s holds no rows, so some of the data's own are set apart", given)
+            log.warning("%s holds no rows; holding out some of the training data", given)
             given = None
     if given is None:
         return _split(data, config, facts)
     held_out = _read(given, target, target.max_length)
     num_greedy = int(np.count_nonzero(held_out.is_greedy))
     if num_greedy < len(held_out):
-        log.warning(
-            "%s: %d of %d answers are known to be greedy ones of the target; the acceptance replayed on others is that "
-            "of drafts which equal the text, and serving may show another",
-            given,
-            num_greedy,
-            len(held_out),
-        )
+        message = "%s: only %d of %d answers are known to be greedy; acceptance on the others may differ from serving"
+        log.warning(message, given, num_greedy, len(held_out))
     facts["held_out"] = {"name": given.name, "num": len(held_out), "num_greedy": num_greedy}
     return RunText(data.conversations, held_out.conversations, facts)
 
 
-def has_answers(path: Path) -> bool:
-    """Whether a file is one of conversations; by its first row, without which it is a DataError."""
-    if is_text(path):
-        return False
-    _, row = next(read_rows(path))
-    turns = row.get("messages", row.get("conversations"))
-    if isinstance(turns, list):
-        speakers = [turn.get("role", turn.get("from")) for turn in turns if isinstance(turn, dict)]
-        return any(SHAREGPT_ROLES.get(str(speaker)) == "assistant" for speaker in speakers)
-    is_prompt = any(key in row for key in ("prompt", "turns", "question", "instruction"))
-    return not is_prompt or "answer_ids" in row or ("prompt" in row and any(key in row for key in ANSWER_KEYS))
-
-
 def answer_counts(conversations: Sequence[Conversation], vocab_size: int) -> Tensor:
     """How often each token occurs in the answers, [vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for row in conversations:
-        counts += np.bincount(row.token_ids[row.loss_mask], minlength=vocab_size)
-    return torch.from_numpy(counts)
+    return torch.from_numpy(trained_token_counts(conversations, vocab_size))
 
 
-def _answered(target: HFTarget, config: TrainConfig, answer_prompts: AnswerPrompts | None) -> Path:
+def _answered(target: HFTarget, config: TrainConfig, world: World) -> Path:
+    """The shard directory with the answers to a prompt file."""
     directory = config.output / "data"
-    asked = RegenerationConfig(config.max_length, config.max_length, seed=config.seed)
+    asked = RegenerationConfig(max_length=config.max_length, max_answer_tokens=config.max_length, seed=config.seed)
+    settings = asked.described(config.data)
     if is_shard_directory(directory) and read_manifest(directory)["is_complete"]:
-        check_made_by(directory, "regenerate", TargetIdentity.of(target), asked.described(config.data))
+        check_made_by(directory, "regenerate", TargetIdentity.of(target), settings)
         return directory
-    if answer_prompts is None:
+    if world.size > 1:
         raise DataError(
             f"{config.data} holds prompts without answers",
-            hint="let the target answer them first: peagle data regenerate",
+            hint=f"answer them first: peagle data regenerate --prompts {config.data} --output DIR",
         )
     log.info("%s holds prompts: the target answers them first, into %s", config.data, directory)
-    answer_prompts(config.data, directory, asked)
+    answer_dialogs(target, read_dialogs(config.data), directory, asked, settings)
     return directory
 
 
@@ -126,27 +112,14 @@ def _read(path: Path, target: HFTarget, max_length: int) -> ConversationSet:
     return read_conversations(path, target.tokenizer, max_length=max_length, vocab_size=target.vocab_size)
 
 
-def _check_labels(path: Path, conversations: ConversationSet, config: TrainConfig) -> None:
-    """Refuse data that teaches nothing: an answer's first token is the target's own, drafts begin with its second."""
-    if not any((row.loss_mask[1:-1] & row.loss_mask[2:]).any() for row in conversations):
-        raise DataError(
-            f"{path}: no row has an answer of two tokens or more within max_length = {config.max_length}",
-            hint="give longer answers, or raise max_length above the length of the prompts",
-        )
-
-
 def _split(data: ConversationSet, config: TrainConfig, facts: dict[str, Any]) -> RunText:
-    """Set greedy answers apart, evenly spread over the data; none where it does not say which are greedy."""
+    """Hold out greedy answers, evenly spread over the data; none if it does not say which are greedy."""
     greedy = np.flatnonzero(data.is_greedy)
     number = min(config.num_held_out, int(MOST_HELD_OUT * len(greedy)))
     if number == 0:
         if config.num_held_out:
-            log.warning(
-                "acceptance is not measured: of %d conversations %d are known to be greedy answers, too few to set "
-                "some apart; give some with held_out",
-                len(data),
-                len(greedy),
-            )
+            message = "acceptance is not measured: only %d of %d conversations are known to be greedy; pass --held-out"
+            log.warning(message, len(greedy), len(data))
         return RunText(data.conversations, (), facts)
     aside = set(greedy[np.linspace(0, len(greedy) - 1, number).round().astype(int)].tolist())
     held_out = [data.conversations[index] for index in sorted(aside)]

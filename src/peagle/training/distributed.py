@@ -1,8 +1,8 @@
-"""Several processes on one run, as `torchrun` starts them: each takes a share of every batch's rows.
+"""Data-parallel training under `torchrun`: each process takes a share of every batch.
 
-Gradients are sums over all processes of sum(loss) / num_labels, with num_labels that of the whole batch, so the number
-of processes does not change what is learned. `ddp` keeps a whole drafter in each; `fsdp` shards the layers of drafter
-and target (FSDP2), gathering one layer at a time, and keeps the rest whole.
+Gradients are summed over the processes and normalized by the labels of the whole batch, so the result does not depend
+on the number of processes. `ddp` replicates the drafter; `fsdp` shards the layers of drafter and target (FSDP2) and
+gathers one layer at a time.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
+from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
-from peagle.training.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def joined_world() -> "Iterator[World]":
-    """The processes that `torchrun` started, this one among them, for as long as the block runs; else this one alone.
+    """Join the process group that `torchrun` started; a single process without it.
 
-    On GPUs each process takes the one of its local rank as its current device, so enter before a target is loaded.
+    Each process selects the GPU of its local rank, so enter before loading a target.
     """
     number = os.environ.get("WORLD_SIZE", "1")
     if number == "1":
@@ -44,11 +44,11 @@ def joined_world() -> "Iterator[World]":
         dist.init_process_group(backend)
     except ValueError as error:
         raise ConfigError(
-            f"WORLD_SIZE is {number!r}, but the processes cannot be joined: {error}",
-            hint="start them with torchrun, or unset WORLD_SIZE to train in one process",
+            f"WORLD_SIZE is {number!r}, but the process group cannot start: {error}",
+            hint="start the processes with torchrun, or unset WORLD_SIZE to train in one process",
         ) from error
     if dist.get_rank():
-        logging.getLogger("peagle").setLevel(logging.WARNING)  # the first process tells of the choices of all
+        logging.getLogger("peagle").setLevel(logging.WARNING)  # the main process logs for all
     try:
         yield World(dist.get_rank(), dist.get_world_size())
     finally:
@@ -57,30 +57,30 @@ def joined_world() -> "Iterator[World]":
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among those of the run. Its methods are called by all of them together."""
+    """Rank and size of the process group. All processes call its methods together."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def current(cls) -> "World":
-        """The world of `joined_world`, or that of one process."""
+        """The process group of `joined_world`, or a single process."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process writes files."""
         return self.rank == 0
 
     def check(self, config: TrainConfig) -> None:
         if config.batch_size % self.size:
             raise ConfigError(
-                f"batch_size {config.batch_size} cannot be shared by {self.size} processes",
+                f"batch_size {config.batch_size} is not divisible by {self.size} processes",
                 hint=f"use a multiple of {self.size}",
             )
 
     def shards_layers(self, config: TrainConfig) -> bool:
-        """Whether the layers of drafter and target are spread over the processes."""
+        """Whether the layers of drafter and target are sharded."""
         return config.parallel == "fsdp" and self.size > 1
 
     def barrier(self) -> None:
@@ -88,11 +88,11 @@ class World:
             dist.barrier()
 
     def total(self, number: int) -> int:
-        """The sum of a number over the processes. It does not wait for a device."""
+        """The sum over the processes. Does not synchronize with the device."""
         return self._joined(number, dist.ReduceOp.SUM)
 
     def least(self, number: int) -> int:
-        """The smallest of the processes' numbers."""
+        """The minimum over the processes."""
         return self._joined(number, dist.ReduceOp.MIN)
 
     def _joined(self, number: int, operation: Any) -> int:
@@ -103,13 +103,13 @@ class World:
         return int(held)
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by the first process's: noise drawn on unlike GPUs, or sums made there, need not be equal."""
+        """Broadcast tensors from rank 0: random numbers and sums may differ between unlike GPUs."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.data, 0)
 
     def reduce(self, *tensors: Tensor) -> None:
-        """Replace tensors of one dtype by their sums over the processes, in one message."""
+        """All-reduce tensors of one dtype in a single call."""
         if self.size == 1 or not tensors:
             return
         flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -118,19 +118,19 @@ class World:
             tensor.copy_(part.view_as(tensor))
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter], *others: Tensor) -> None:
-        """Sum the gradients of what every process has whole, and other tensors with them, over the processes.
+        """All-reduce the gradients of unsharded parameters, together with other tensors.
 
-        Those of sharded layers were summed by the backward.
+        Backward has already reduced those of sharded layers.
         """
         whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if self.size > 1:
             for parameter in whole:
-                if parameter.grad is None:  # every process must send as much
+                if parameter.grad is None:  # all processes must send the same sizes
                     parameter.grad = torch.zeros_like(parameter)
         self.reduce(*(parameter.grad for parameter in whole if parameter.grad is not None), *others)
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale gradients down to a joint norm of `max_norm`; returns the norm before."""
+        """Clip the global gradient norm to `max_norm`. Returns the norm before clipping."""
         listed = list(parameters)
         sharded = [parameter for parameter in listed if isinstance(parameter, DTensor)]
         if not sharded:
@@ -147,31 +147,31 @@ class World:
 
 
 def shard(drafter: Drafter, target: HFTarget) -> None:
-    """Spread the layers of both over the processes (FSDP2); a layer is whole only while it runs.
+    """Shard the layers of both with FSDP2. Embeddings, `fc` and the head stay whole.
 
-    Tables, the fusing layer and the head stay whole. The drafter must be the same in all processes before.
+    The drafter must be identical in all processes.
     """
-    # By default a root, which each layer is, would stay whole until a backward, and the target has none.
+    # Each layer is an FSDP root, which by default stays gathered until backward; the target has no backward.
     for layer in drafter.layers:
         fully_shard(layer, reshard_after_forward=True)
-        assert isinstance(layer, FSDPModule), "made one just now"
-        layer.set_gradient_divide_factor(1.0)  # sums, not means, in the backward
+        assert isinstance(layer, FSDPModule), "fully_shard makes it one"
+        layer.set_gradient_divide_factor(1.0)  # backward sums instead of averaging
         layer.set_force_sum_reduction_for_comms(True)
-    if not can_spread(target):
-        log.warning("the target's weights are quantized, so each process keeps all of them")
+    if not can_shard(target):
+        log.warning("the target's weights are quantized and not sharded; each process keeps all of them")
         return
     target.keep_fingerprint()
     for layer in target.layers:
         fully_shard(layer, reshard_after_forward=True)
 
 
-def can_spread(target: HFTarget) -> bool:
+def can_shard(target: HFTarget) -> bool:
     """Whether the target's layers can be sharded: quantized weights cannot."""
     return all(parameter.is_floating_point() for parameter in target.layers.parameters())
 
 
 def whole_state(state: Any) -> Any:
-    """A state dict with sharded tensors gathered. All processes call it together, and each gets everything."""
+    """A state dict with sharded tensors gathered in every process."""
     if isinstance(state, DTensor):
         return state.full_tensor()
     if isinstance(state, dict):
@@ -182,31 +182,28 @@ def whole_state(state: Any) -> Any:
 
 
 def state_by_name(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights, and the optimizer's state of each by its name, gathered: it does not matter who was sharded how."""
-    moments = {name: state[parameter] for name, parameter, state in _states(drafter, optimizer)}
+    """Gathered weights and optimizer state by parameter name, independent of the sharding."""
+    moments = {name: optimizer.state[parameter] for name, parameter in _trained(drafter, optimizer)}
     return {"drafter": whole_state(drafter.state_dict()), "optimizer": whole_state(moments)}
 
 
 def load_state_by_name(drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `state_by_name` gave, each process taking its shards of it."""
+    """Load the result of `state_by_name`; each process takes its shards."""
     own = drafter.state_dict()
     drafter.load_state_dict({name: _like(tensor, own.get(name)) for name, tensor in state["drafter"].items()})
-    for name, parameter, states in _states(drafter, optimizer):
-        states[parameter] = {
+    for name, parameter in _trained(drafter, optimizer):
+        optimizer.state[parameter] = {
             key: _like(value, parameter) if torch.is_tensor(value) and value.dim() else value
             for key, value in state["optimizer"][name].items()
         }
 
 
-def _states(
-    drafter: Drafter, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, nn.Parameter, dict[Tensor, Any]]]:
-    """Each trained parameter with its name and the place of its state, in the one of joined optimizers that has it."""
+def _trained(drafter: Drafter, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters with their names."""
     names = {parameter: name for name, parameter in drafter.named_parameters()}
-    for part in getattr(optimizer, "optimizers", (optimizer,)):
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                yield names[parameter], parameter, part.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter], parameter
 
 
 def _like(tensor: Tensor, own: Tensor | None) -> Tensor:

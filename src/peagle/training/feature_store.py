@@ -1,11 +1,11 @@
-"""The target's states on disk: written once for a set of conversations, then read for any number of epochs and runs.
+"""Cache of the target's hidden states on disk: written once per dataset, read in every epoch and run.
 
     DIRECTORY/
-        manifest.json                   target, data, layers, dtype and shapes: what the states are states of
+        manifest.json                   identity of target, data, layers and dtype
         features-00000.safetensors      `aux_hidden` [tokens, A] and `last_hidden` [tokens, D] of consecutive
-        features-00001.safetensors      conversations, each as if it had run alone
+        features-00001.safetensors      conversations, without attention between conversations
 
-Which conversations a file holds follows from their lengths, so a file that exists is one that need not be made again.
+The lengths of the conversations determine which file holds which, so existing files are never rewritten.
 
 Shapes: B rows, T tokens, A concatenated aux width, D target width.
 """
@@ -25,13 +25,13 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from peagle.data.conversations import Conversation
+from peagle.data.shards import write_whole
 from peagle.errors import CapacityError, CheckpointError
+from peagle.objective.batches import pack_sequences
+from peagle.objective.packing import Integers, Packing
 from peagle.targets.hf import HFTarget
-from peagle.training.batches import pack_rows
-from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
-from peagle.training.packing import Integers, Packing
-from peagle.training.shards import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ SECONDS_BETWEEN_LINES = 30
 
 
 class States(NamedTuple):
-    """Of tokens or of rows of them."""
+    """Hidden states of tokens."""
 
     aux_hidden: Tensor
     last_hidden: Tensor
 
 
 class Text(NamedTuple):
-    """Packed rows without slots: what the target reads."""
+    """Packed sequences, the target's input."""
 
     token_ids_BT: Tensor
     document_BT: Tensor
@@ -57,7 +57,7 @@ class Text(NamedTuple):
 
 
 class FeatureStore:
-    """States of `conversations`, each cut at `max_length`. They must be complete before they are read."""
+    """Hidden states of `conversations`, truncated at `max_length`. Call `complete` before `read`."""
 
     def __init__(
         self, directory: Path, target: HFTarget, conversations: Sequence[Conversation], max_length: int
@@ -69,11 +69,10 @@ class FeatureStore:
         self._bytes_per_token = sum(self.widths) * target.dtype.itemsize
         tokens_per_shard = max(1, SHARD_BYTES // self._bytes_per_token)
         starts = np.cumsum(self.lengths) - self.lengths
-        # Numbered without gaps, also where one conversation fills several files' worth.
+        # Consecutive numbers, even if one conversation exceeds the size of a file.
         self._shard_of = np.unique(starts // tokens_per_shard, return_inverse=True)[1]
         first = np.searchsorted(self._shard_of, np.arange(self.num_shards))
-        self._ends = np.append(first[1:], len(conversations))
-        self._firsts = first
+        self._firsts, self._ends = first, np.append(first[1:], len(conversations))
         self._offset = starts - starts[first[self._shard_of]]
         self._open: dict[int, Any] = {}
         self._identity = {
@@ -94,11 +93,11 @@ class FeatureStore:
         return int(self._shard_of[-1]) + 1
 
     def missing(self) -> list[int]:
-        """Numbers of the files that are still to be written."""
+        """Numbers of the files not yet written."""
         return [number for number in range(self.num_shards) if not self._path(number).exists()]
 
     def complete(self, states_of: Callable[[Text], States], rows_at_once: int, world: World) -> None:
-        """Write what is missing, each process its share, after checking that it is ours and fits on the disk."""
+        """Write the missing files, each process its share. Checks the manifest and the disk space first."""
         self._check_identity()
         missing = self.missing()
         self._check_room(missing)
@@ -113,14 +112,13 @@ class FeatureStore:
         world.barrier()
 
     def read(self, documents: Sequence[Sequence[int]]) -> States:
-        """States of packed rows, [B, T, A] and [B, T, D] on the host; zeros at padding."""
+        """States of packed sequences, [B, T, A] and [B, T, D] on the host, zero at padding."""
         shape = (len(documents), self.max_length)
         states = States(*(torch.zeros(*shape, width, dtype=self._dtype) for width in self.widths))
         for row, numbers in enumerate(documents):
             start = 0
             for number in numbers:
-                length = int(self.lengths[number])
-                offset = int(self._offset[number])
+                length, offset = int(self.lengths[number]), int(self._offset[number])
                 file = self._file(int(self._shard_of[number]))
                 for name, whole in zip(States._fields, states, strict=True):
                     whole[row, start : start + length] = file.get_slice(name)[offset : offset + length]
@@ -128,21 +126,21 @@ class FeatureStore:
         return states
 
     def _write(self, number: int, states_of: Callable[[Text], States], rows_at_once: int) -> None:
-        """Run one file's conversations through the target, packed, and put each token's states in its place."""
+        """Run the conversations of one file through the target, packed, and store the states in document order."""
         own = range(int(self._firsts[number]), int(self._ends[number]))
         lengths = self.lengths[own.start : own.stop]
         packing = Packing(lengths, self.max_length, seed=0)
         starts = np.cumsum(lengths) - lengths
         flat: States | None = None
-        said = time.monotonic()
+        logged = time.monotonic()
         for first in range(0, packing.num_rows, rows_at_once):
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
+            if time.monotonic() - logged > SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
                 log.info("features: file %d of %d, row %d of %d", number + 1, self.num_shards, first, packing.num_rows)
-            # The last group repeats its last row, so that all groups have one shape.
+            # The last batch repeats its last row, so that all batches have one shape.
             rows = [packing.documents(0, min(row, packing.num_rows - 1)) for row in range(first, first + rows_at_once)]
             packed = [[self.conversations[own.start + document] for document in row] for row in rows]
-            token_ids, _, document, position = pack_rows(packed, self.max_length)
+            token_ids, _, document, position = pack_sequences(packed, self.max_length)
             states = states_of(Text(token_ids, document, position))
             if flat is None:
                 flat = States(*(torch.empty(int(lengths.sum()), s.shape[-1], dtype=s.dtype) for s in states))
@@ -153,7 +151,7 @@ class FeatureStore:
                     for whole, part in zip(flat, states, strict=True):
                         whole[place] = part[row, start : start + int(lengths[one])].cpu()
                     start += int(lengths[one])
-        assert flat is not None, "every file has a conversation"
+        assert flat is not None, "a file holds at least one conversation"
         self._save(number, flat)
 
     def _save(self, number: int, states: States) -> None:
@@ -163,8 +161,8 @@ class FeatureStore:
         except OSError as error:
             free = shutil.disk_usage(self.directory).free / GIB
             raise CapacityError(
-                f"{path} cannot be written ({free:.1f} GiB free): {error}; the {number} files before it stand",
-                hint='make room and give the same command again, or set features to "online"',
+                f"cannot write {path} ({free:.1f} GiB free): {error}; the {number} files before it are intact",
+                hint="free disk space and rerun the command to resume, or use --features online",
             ) from error
 
     def _check_identity(self) -> None:
@@ -172,13 +170,13 @@ class FeatureStore:
         if not path.exists():
             if any(self._path(number).exists() for number in range(self.num_shards)):
                 raise CheckpointError(
-                    f"{self.directory} has features but no manifest.json", hint="give another features_directory"
+                    f"{self.directory} has features but no manifest.json", hint="set another features_directory"
                 )
             return
         try:
             earlier = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}", hint="give another features_directory") from error
+            raise CheckpointError(f"cannot read {path}: {error}", hint="set another features_directory") from error
         differing = [
             f"{name} was {earlier.get(name)!r}, is {value!r}"
             for name, value in self._identity.items()
@@ -186,14 +184,14 @@ class FeatureStore:
         ]
         if differing:
             raise CheckpointError(
-                f"{self.directory} has features of something else: {'; '.join(differing)}",
-                hint="give another features_directory, or remove this one",
+                f"{self.directory} caches features of another run: {'; '.join(differing)}",
+                hint="set another features_directory, or delete this one",
             )
 
     def _check_room(self, missing: Sequence[int]) -> None:
-        """Say how large the rest is, and refuse it where the disk has no room."""
+        """Log the size of the missing files, and fail if the disk is too small."""
         if not missing:
-            log.info("features: %.2f GiB in %s are complete", self.num_bytes / GIB, self.directory)
+            log.info("features: %.2f GiB in %s, complete", self.num_bytes / GIB, self.directory)
             return
         needed = sum(
             int(self.lengths[self._firsts[number] : self._ends[number]].sum()) * self._bytes_per_token
@@ -202,7 +200,7 @@ class FeatureStore:
         existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         log.info(
-            "features: %d tokens of %d bytes, %.2f GiB to write to %s (%.1f GiB free)",
+            "features: %d tokens x %d bytes, writing %.2f GiB to %s (%.1f GiB free)",
             self.lengths.sum(),
             self._bytes_per_token,
             needed / GIB,
@@ -211,9 +209,9 @@ class FeatureStore:
         )
         if needed > free:
             raise CapacityError(
-                f"the features of {int(self.lengths.sum())} tokens take {needed / GIB:.1f} GiB more, but "
-                f"{self.directory} has {free / GIB:.1f} GiB",
-                hint='give another features_directory, use fewer conversations, or set features to "online"',
+                f"features of {int(self.lengths.sum())} tokens need {needed / GIB:.1f} GiB more, but "
+                f"{self.directory} has {free / GIB:.1f} GiB free",
+                hint="set another features_directory, train on fewer conversations, or use --features online",
             )
 
     def _path(self, number: int) -> Path:
@@ -223,15 +221,15 @@ class FeatureStore:
         if number not in self._open:
             try:
                 self._open[number] = safe_open(self._path(number), framework="pt")
-            except Exception as error:  # whatever is wrong with the file, making it again mends it
+            except Exception as error:  # rewriting the file fixes any damage
                 raise CheckpointError(
-                    f"{self._path(number)} cannot be read: {error}", hint="remove it; the next run writes it again"
+                    f"cannot read {self._path(number)}: {error}", hint="delete it; the next run writes it again"
                 ) from error
         return self._open[number]
 
 
 def contents_digest(conversations: Sequence[Conversation], lengths: Sequence[int] | Integers) -> str:
-    """A hash of all token ids and of where they are cut."""
+    """A hash of all token ids and of the lengths they are truncated to."""
     digest = hashlib.sha256(np.asarray(lengths, dtype=np.int64).tobytes())
     for row, length in zip(conversations, lengths, strict=True):
         digest.update(np.ascontiguousarray(row.token_ids[:length]).tobytes())

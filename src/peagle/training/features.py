@@ -1,74 +1,36 @@
-"""What the drafter learns from: the target's states over packed rows, and its logits where there is a label.
+"""The target's hidden states of packed sequences, computed online or read from disk, and its logits at labels.
 
 Shapes: B rows, T tokens, A concatenated aux width, D target width, N labels, V vocabulary.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from peagle.data.conversations import Conversation
 from peagle.errors import ConfigError
 from peagle.kernels.compiler import compiled
+from peagle.objective.batches import Batch
+from peagle.objective.config import TrainConfig
+from peagle.objective.objective import Features, is_compiled
 from peagle.targets.captured import CapturedPass
 from peagle.targets.hf import HFTarget
 from peagle.targets.packed import PackedOutput, PackedTarget, TargetHead
-from peagle.training.batches import Batch
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import Conversation
 from peagle.training.distributed import World
 from peagle.training.feature_store import FeatureStore, States, Text
-from peagle.training.objective import is_compiled
 
 log = logging.getLogger(__name__)
 
 SMALL_TARGET_BYTES = 2**31
 
 
-class PackedText(Protocol):
-    """The part of a `Batch` that the target reads; -1 in `document_BT` is padding."""
-
-    @property
-    def token_ids_BT(self) -> Tensor: ...
-    @property
-    def document_BT(self) -> Tensor: ...
-    @property
-    def position_BT(self) -> Tensor: ...
-
-
-class Features(NamedTuple):
-    """The target's states of one micro-batch. They need no gradient."""
-
-    aux_hidden_BTA: Tensor
-    last_hidden_BTD: Tensor
-    """what the target's head reads; where a head cannot be applied to it alone, the logits themselves"""
-    head: Callable[[Tensor], Tensor]
-
-    def judge_logits(self, row_N: Tensor, column_N: Tensor) -> Tensor:
-        """The target's logits [N, V] of some tokens: its distribution of the token after each."""
-        return self.head(self.last_hidden_BTD[row_N, column_N])
-
-
-class FeatureSource(Protocol):
-    """Where the target's states of a micro-batch come from."""
-
-    def prepare(self, batch: Batch) -> None:
-        """Begin to fetch what `batch` will need, in the thread that makes batches; called once before `__call__`."""
-        ...
-
-    def __call__(self, batch: Batch) -> Features:
-        """The states of a batch that lies on the device."""
-        ...
-
-
 class OnlineFeatures:
-    """The target runs in this process, once for each micro-batch. What it gave is overwritten by the next one.
+    """Runs the target on each micro-batch. The next call overwrites the result.
 
-    `compiles` and `captures` (in a CUDA graph) say how; by default what is fastest for the target where it is.
+    `compiles` and `captures` (a CUDA graph) default to what is fastest for the target and its device.
     """
 
     def __init__(self, target: HFTarget, *, compiles: bool | None = None, captures: bool | None = None) -> None:
@@ -78,26 +40,26 @@ class OnlineFeatures:
         self._captures = self._captures and self._packed.can_pack
         self._captured: dict[torch.Size, CapturedPass[PackedOutput]] = {}
 
-    def prepare(self, batch: PackedText) -> None:
-        """There is nothing to fetch."""
+    def prepare(self, batch: Batch) -> None:
+        """Nothing to prefetch."""
 
-    def __call__(self, batch: PackedText) -> Features:
+    def __call__(self, batch: Batch) -> Features:
         text = (batch.token_ids_BT, batch.document_BT, batch.position_BT)
         shape = batch.token_ids_BT.shape
         if self._captures and shape not in self._captured:
             try:
                 self._captured[shape] = CapturedPass(self._packed.forward, *text)
             except RuntimeError as error:
-                log.warning("the target's pass cannot be recorded as a CUDA graph, so it is launched: %s", error)
+                log.warning("cannot capture the target's forward as a CUDA graph, falling back to launches: %s", error)
                 self._captures = False
         output = self._captured[shape](*text) if self._captures else self._packed.forward(*text)
         return Features(output.aux_hidden_BTA, output.last_hidden_BTD, self._packed.head)
 
 
 def is_worth_capturing(target: HFTarget) -> bool:
-    """Whether its launches take longer than its arithmetic: a small model, all of it here, without experts.
+    """Whether kernel launches dominate: a small, unsharded model without experts.
 
-    Experts are chosen by looking at values, which a graph cannot.
+    Expert routing depends on values, which a CUDA graph cannot capture.
     """
     config = target.model.config.get_text_config()
     parameters = list(target.model.parameters())
@@ -108,20 +70,21 @@ def is_worth_capturing(target: HFTarget) -> bool:
 
 
 class CachedFeatures:
-    """The target ran once over all conversations, and its states are read from disk."""
+    """Reads states from a `FeatureStore`."""
 
     def __init__(self, target: HFTarget, store: FeatureStore) -> None:
         head = TargetHead(target)
         if not head.is_exact:
             raise ConfigError(
-                f"the head of {type(target.model).__name__} does something peagle does not know, and the logits of "
-                "all tokens would be too large to keep",
-                hint='set features to "online"',
+                f"cannot cache features of {type(target.model).__name__}: its head cannot run separately, and the "
+                "logits of all tokens are too large to store",
+                hint="use --features online",
             )
         self._head, self._store, self._device = head, store, target.device
         self._prepared: dict[tuple[tuple[int, ...], ...], States] = {}
 
     def prepare(self, batch: Batch) -> None:
+        """Read the states of `batch`, in the prefetch thread."""
         states = self._store.read(batch.documents)
         if self._device.type == "cuda":
             states = States(*(tensor.pin_memory() for tensor in states))
@@ -135,12 +98,15 @@ class CachedFeatures:
         return Features(aux_hidden_BTA, last_hidden_BTD, self._head)
 
 
+FeatureSource = OnlineFeatures | CachedFeatures
+
+
 def features_for(
     target: HFTarget, config: TrainConfig, conversations: Sequence[Conversation], world: World
 ) -> FeatureSource:
-    """The source that `config` names; cached states are completed first.
+    """The feature source for `config`. Completes the cache on disk first.
 
-    Ask before the target is spread over the processes: each of them completes files of its own.
+    Call before the target is sharded: each process writes its own files.
     """
     compiles = is_compiled(config, target.device)
     if config.features == "online":

@@ -1,11 +1,11 @@
-"""Exact acceptance of a drafter on known greedy answers, without decoding them again.
+"""Exact acceptance of a drafter on the target's greedy answers, without decoding.
 
-Where an answer is the target's own greedy choice, a draft token is accepted exactly when it equals the answer's token.
-So one pass of the target and one of the drafter over a whole answer give the drafts of every anchor, and walking from
-step to step gives what serving would have counted.
+In a greedy answer, a draft token is accepted exactly if it equals the answer's token. One forward of target and
+drafter over the answer gives the drafts at every anchor; walking through them step by step gives the acceptance that
+serving would measure.
 
-EAGLE-3 reads its own drafts back. As long as they are right they are the answer's tokens, and beyond the first wrong
-one nothing counts: feeding it the answer's tokens gives the same count.
+EAGLE-3 reads back its own drafts. Up to the first wrong draft they equal the answer's tokens, and later ones do not
+count, so feeding it the answer's tokens gives the same result.
 
 Shapes: B rows, T tokens, K draft tokens.
 """
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter, DrafterOutput
 from peagle.drafter.slots import PADDING, Slots, training_slots, visible
+from peagle.objective.batches import LABEL_CHUNK, pad_rows
+from peagle.objective.cod import max_depths
 from peagle.targets.hf import HFTarget
-from peagle.training.batches import LABEL_CHUNK, pad_rows
-from peagle.training.cod import max_depths
-from peagle.training.conversations import Conversation
 
 ANCHORS_AT_ONCE = 256
 
@@ -34,12 +34,12 @@ def replay(
     num_draft_tokens: int,
     tokens_at_once: int = 16384,
 ) -> Acceptance:
-    """Replay the answers in `conversations`, which must be the target's greedy ones, at `num_draft_tokens`."""
+    """Acceptance on `conversations`, whose answers must be the target's greedy ones."""
     drafter.config.check_num_draft_tokens(num_draft_tokens)
     accepted_by_step: list[int] = []
     was_training = drafter.training
     drafter.eval()
-    # Shorter ones hold no draft: a first token of the text, an answer's first token, and one to draft.
+    # A draft needs a first token, the answer's first token, and one to draft.
     order = sorted((row for row in conversations if len(row) >= 3), key=len)
     try:
         for rows in _batched(order, tokens_at_once):
@@ -55,11 +55,11 @@ def replay(
 
 @torch.no_grad()
 def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
-    """Draft tokens (target ids) [B, T - 2, K] of the first `depths_BT` depths of every anchor; -1 beyond.
+    """Draft tokens (target ids) [B, T - 2, K] for the first `depths_BT` depths of every anchor; -1 beyond.
 
-    EAGLE-3's are what it drafts after the text's own tokens, so they are the served ones up to the first wrong one.
-    The depth-0 slots run first and stay cached; deeper ones follow for some anchors at a time, because all of them
-    together would need memory by the square of T times K.
+    EAGLE-3 drafts after the text's own tokens, so its drafts match serving up to the first wrong one. The depth-0
+    slots run first and stay cached. Deeper slots run for a few anchors at a time: all at once would need memory
+    quadratic in T x K.
     """
     drafts_BTK = torch.full((*depths_BT.shape, int(depths_BT.max())), -1, dtype=torch.long)
     aux_hidden_BTA = target.aux_hidden(token_ids_BT)
@@ -79,11 +79,11 @@ def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, d
 def _deeper_in_parallel(
     drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor, anchors: Tensor, context: Slots, output: DrafterOutput
 ) -> Iterator[tuple[Slots, Tensor]]:
-    """P-EAGLE: all depths of some anchors but the first, and their states."""
+    """P-EAGLE: the states of depths 1 and up of some anchors."""
     slots = _placeholders(depths_BT, anchors).to(token_ids_BT.device)
     if slots.depth_BS.shape[1]:
         mask_token_id = drafter.config.mask_token_id
-        assert mask_token_id is not None, "the config of a parallel drafter has one"
+        assert mask_token_id is not None, "a parallel drafter has one"
         fused_mask_D = drafter.fuse(drafter.mask_hidden.to(output.normed_BSD.dtype))
         tokens_BS = torch.full_like(slots.anchor_BS, mask_token_id)
         states_BSD = fused_mask_D.expand(*tokens_BS.shape, -1)
@@ -95,7 +95,7 @@ def _deeper_in_parallel(
 def _deeper_one_by_one(
     drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor, anchors: Tensor, context: Slots, output: DrafterOutput
 ) -> Iterator[tuple[Slots, Tensor]]:
-    """EAGLE-3: the same, a depth after the other, each reading the text's token and the state carried to it."""
+    """EAGLE-3: the same, one depth at a time, each reading the text's token and the carried state."""
     keys, state_BSD, cache = context, output.carried_BSD[:, anchors.to(token_ids_BT.device)], output.cache
     for depth in range(1, int(depths_BT[:, anchors].max())):
         is_drafted_BS = depths_BT[:, anchors] > depth
@@ -109,24 +109,24 @@ def _deeper_one_by_one(
 
 
 def _placeholders(depths_BT: Tensor, anchors: Tensor) -> Slots:
-    """The slots of some anchors without their depth 0."""
+    """The slots of some anchors at depth 1 and up."""
     slots = training_slots(depths_BT[:, anchors].clamp_min(1))
-    deeper = Slots(*(part[:, len(anchors) :] for part in slots[:2]))  # every anchor's depth 0 comes first
+    deeper = Slots(*(part[:, len(anchors) :] for part in slots[:2]))  # depth-0 slots come first
     return Slots(deeper.anchor_BS + anchors[0], deeper.depth_BS)
 
 
 def _fill_in(drafts_BTK: Tensor, drafter: Drafter, slots: Slots, states_BSD: Tensor, depths_BT: Tensor) -> None:
-    """Write the most likely token of each slot that is asked for to its place in `drafts_BTK`."""
+    """Write the argmax token of each requested slot to `drafts_BTK`."""
     anchor_BS, depth_BS = slots.anchor_BS.cpu(), slots.depth_BS.cpu()
-    is_asked_BS = (depth_BS >= 0) & (depth_BS < depths_BT.gather(1, anchor_BS))
-    for row, slot in zip(*(part.split(LABEL_CHUNK) for part in is_asked_BS.nonzero(as_tuple=True)), strict=True):
+    is_drafted_BS = (depth_BS >= 0) & (depth_BS < depths_BT.gather(1, anchor_BS))
+    for row, slot in zip(*(part.split(LABEL_CHUNK) for part in is_drafted_BS.nonzero(as_tuple=True)), strict=True):
         states_ND = states_BSD[row.to(states_BSD.device), slot.to(states_BSD.device)]
         guess_N = drafter.to_target_ids(drafter.logits(states_ND).argmax(-1))
         drafts_BTK[row, anchor_BS[row, slot], depth_BS[row, slot]] = guess_N.cpu()
 
 
 def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Conversation]]:
-    """Rows of ascending length in batches that hold at most so many tokens when padded, or one row."""
+    """Batches of rows in ascending length, each at most `num_tokens` when padded, or a single row."""
     batch: list[Conversation] = []
     for row in rows:
         if batch and (len(batch) + 1) * len(row) > num_tokens:
@@ -138,7 +138,7 @@ def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Con
 
 
 def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_tokens: int) -> list[int]:
-    """Accepted tokens of each step. Prefill emits an answer's first token; each step then emits accepted + 1."""
+    """Accepted tokens per step. Prefill emits the answer's first token; each step emits accepted + 1."""
     token_ids, mask = conversation.token_ids.tolist(), conversation.loss_mask.tolist()
     accepted_by_step = []
     newest = 1

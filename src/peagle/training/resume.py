@@ -1,4 +1,4 @@
-"""The state of an unfinished run on disk: written whole or not at all, and only continued with the same settings."""
+"""The state of an unfinished run on disk. Writes are atomic, and a run resumes only with the same settings."""
 
 import dataclasses
 import json
@@ -13,64 +13,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.data.shards import write_whole
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError, ConfigError
-from peagle.training.config import TrainConfig
+from peagle.objective.config import TrainConfig
 from peagle.training.distributed import World, load_state_by_name, state_by_name
 
-# Settings that may differ when a run goes on: they say where and how often, not what is learned.
+# Settings that may change on resume: they do not affect what is learned.
 FREE_SETTINGS = {"output", "save_every", "log_every", "compile", "features", "features_directory"}
 FREE_SETTINGS |= {"micro_batch_size", "num_partitions", "checkpoint_activations", "parallel"}
+FREE_SETTINGS |= {"from_facts", "drafter_config"}  # recorded, so that resuming does not need the `--from` drafter
+ALONE = World()
 
 
 @dataclass
 class Progress:
-    """How far a run is; changed in place by the trainer."""
+    """Position in the run, updated in place by the trainer."""
 
     step: int
     """optimizer steps done"""
     depth_sums: Tensor
-    """since the last line of metrics, by depth: loss, correct guesses, slots; float [3, num_draft_tokens]"""
+    """sums of loss, correct guesses and slots by depth since the last log line; float [3, num_draft_tokens]"""
 
     @classmethod
     def begin(cls, num_draft_tokens: int, device: torch.device) -> "Progress":
         return cls(0, torch.zeros(3, num_draft_tokens, device=device))
 
 
-ALONE = World()
-
-
 class RunState:
-    """Directory `run/` inside the output: settings, metrics.jsonl, and until the run is finished state.pt and drafter/.
+    """The directory OUTPUT/run: settings.json, metrics.jsonl and, until the run is finished, state.pt and drafter/.
 
-    `inputs` are facts about what the settings only name, like the target's weights; they must not change either.
-    Of several processes all read, and the first one writes.
+    `inputs` identify what the settings only name (target weights, data contents); a resumed run must match them.
+    All processes read; only the main process writes.
     """
 
     def __init__(self, config: TrainConfig, inputs: Mapping[str, Any] | None = None, world: World = ALONE) -> None:
         self.world = world
         self.directory = config.output / "run"
         self.drafter = self.directory / "drafter"
-        """directory of the drafter as it was at the last save; the finished one takes its place"""
+        """the drafter of the last save; removed when the run finishes"""
         self._state = self.directory / "state.pt"
         self._metrics = self.directory / "metrics.jsonl"
-        self._settings = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
-        self._settings |= inputs or {}
+        settings = dataclasses.asdict(config) | dict(inputs or {})
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings, default=str))
         self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
-        """told of every line of metrics, in the process that writes"""
-        self._check_settings()
-        world.barrier()  # nobody may write before all have looked
+        """called with every metrics line, in the main process"""
+        self._check_settings(saved_settings(config.output))
+        world.barrier()  # all processes read before any writes
 
     @property
     def can_continue(self) -> bool:
         return self._state.exists()
 
     def restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Load the saved state into all three; without one, begin a new run and leave them as they are."""
+        """Load the saved state into all three. Without one, start a new run and leave them unchanged."""
         can_continue = self.can_continue
         if self.world.is_main:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.directory / "settings.json", json.dumps(self._settings, indent=2) + "\n")
+            settings = self._settings | {"drafter_config": dataclasses.asdict(drafter.config)}
+            write_whole(self.directory / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
             if not can_continue:
                 self._metrics.unlink(missing_ok=True)
         if not can_continue:
@@ -82,14 +83,15 @@ class RunState:
         except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"the state of the unfinished run, {self._state}, cannot be read: {first_line}",
-                hint="the file is corrupt, cut short or of another version; remove it to train from the start",
+                f"cannot read the training state {self._state}: {first_line}",
+                hint="the file is corrupt, truncated or from another version; delete it to train from the start",
             ) from error
         if self.world.is_main:
-            self._keep_metrics_up_to(progress.step)
+            kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= progress.step]
+            write_whole(self._metrics, "".join(kept).encode())
 
     def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Replace the saved state. Where that fails, a full disk for one, the earlier state stands."""
+        """Replace the saved state atomically. If writing fails, the previous state remains."""
         state = {
             "step": progress.step,
             "depth_sums": progress.depth_sums,
@@ -104,9 +106,9 @@ class RunState:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, self._state)
-        except (OSError, RuntimeError) as error:  # torch wraps some failures to write in RuntimeError
+        except (OSError, RuntimeError) as error:  # torch wraps some write failures in RuntimeError
             scratch.unlink(missing_ok=True)
-            raise self._cannot_write(f"the state after step {progress.step}", error) from error
+            raise self._cannot_write(f"the state of step {progress.step}", error) from error
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl. Lines without a loss are measurements (see `is_measured`)."""
@@ -116,12 +118,12 @@ class RunState:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
         except OSError as error:
-            raise self._cannot_write("the metrics", error) from error
+            raise self._cannot_write("metrics.jsonl", error) from error
         for listener in self.listeners:
             listener(metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that was cut off while being written is left out."""
+        """The lines of metrics.jsonl, without a truncated last line."""
         lines = []
         for text in self._metrics.read_text().splitlines() if self._metrics.exists() else []:
             try:
@@ -134,7 +136,7 @@ class RunState:
         return any(line["step"] == step and "loss" not in line for line in self.metrics())
 
     def finish(self) -> None:
-        """Drop what an unfinished run needs; settings and metrics stay."""
+        """Delete what only an unfinished run needs. Settings and metrics stay."""
         self.world.barrier()
         if not self.world.is_main:
             return
@@ -144,47 +146,32 @@ class RunState:
 
     def _cannot_write(self, what: str, error: Exception) -> CheckpointError:
         free = shutil.disk_usage(self.directory).free / 2**30
-        earlier = "the state saved before stands" if self.can_continue else "no state was saved before"
+        earlier = "the previous state is intact" if self.can_continue else "no state was saved before"
         return CheckpointError(
-            f"{what} cannot be written to {self.directory} ({free:.1f} GiB free): {error}; {earlier}",
-            hint="make room, then give the same command again: the run goes on from the state saved last",
+            f"cannot write {what} to {self.directory} ({free:.1f} GiB free): {error}; {earlier}",
+            hint="free disk space, then rerun the command to resume from the last saved state",
         )
 
-    def _check_settings(self) -> None:
-        if not self.can_continue:
-            return
-        path = self.directory / "settings.json"
-        try:
-            earlier = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"{self.directory.parent} holds an unfinished run whose settings, {path}, cannot be read: {error}",
-                hint=f"remove {self._state} to train from the start",
-            ) from error
+    def _check_settings(self, earlier: Mapping[str, Any]) -> None:
         differing = [
             f"{name} was {earlier.get(name)!r}, is {value!r}"
             for name, value in self._settings.items()
-            if name not in FREE_SETTINGS and earlier.get(name) != value
+            if earlier and name not in FREE_SETTINGS and earlier.get(name) != value
         ]
         if differing:
             raise ConfigError(
                 f"{self.directory.parent} holds an unfinished run with other settings: {'; '.join(differing)}",
-                hint="give the earlier settings to go on with it, or another output to start anew",
+                hint="pass the earlier settings to resume it, or a new --output to start over",
             )
 
-    def _keep_metrics_up_to(self, step: int) -> None:
-        """Forget lines of steps that will be run again."""
-        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        _write_whole(self._metrics, "".join(kept))
 
-
-def _write_whole(path: Path, text: str) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
+def saved_settings(output: Path) -> dict[str, Any]:
+    """The settings.json of the unfinished run in `output`; empty if there is none."""
+    path, state = output / "run" / "settings.json", output / "run" / "state.pt"
+    try:
+        return dict(json.loads(path.read_text())) if state.exists() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {path}, the settings of the unfinished run: {error}",
+            hint=f"delete {state} to train from the start",
+        ) from error

@@ -1,4 +1,4 @@
-"""One training run from files to a drafter directory that was loaded and measured again."""
+"""One training run, from data to a drafter directory that is loaded back and checked."""
 
 import dataclasses
 import hashlib
@@ -10,80 +10,81 @@ from typing import Any
 import numpy as np
 import torch
 
+from peagle.checkpoint.card import DrafterCard, TargetIdentity
+from peagle.checkpoint.layouts import WEIGHTS_NAME
+from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.compare.acceptance import baseline_after_training
+from peagle.compare.evidence import record
+from peagle.data.conversations import Conversation
+from peagle.data.generation import check_max_length
 from peagle.decoding.acceptance import Acceptance
-from peagle.decoding.reference import decode
-from peagle.drafter.card import DrafterCard, TargetIdentity
-from peagle.drafter.checkpoint import load_drafter, save_drafter
-from peagle.drafter.evidence import record
-from peagle.drafter.layouts import WEIGHTS_NAME
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError, ConfigError
+from peagle.objective.config import TrainConfig
+from peagle.objective.eagle3 import UnrolledObjective
+from peagle.objective.p_eagle import ParallelObjective
 from peagle.provenance import provenance
 from peagle.targets.hf import HFTarget
-from peagle.training.config import TrainConfig
-from peagle.training.conversations import Conversation
 from peagle.training.curves import PLOT_NAME, plot, shown_on_tensorboard
-from peagle.training.data import AnswerPrompts, RunText, answer_counts, read_text
+from peagle.training.data import RunText, answer_counts, read_text
 from peagle.training.distributed import World, shard, whole_state
-from peagle.training.eagle3 import UnrolledObjective
 from peagle.training.feature_store import contents_digest
 from peagle.training.features import features_for
-from peagle.training.objective import Objective
-from peagle.training.p_eagle import ParallelObjective
+from peagle.training.initial_drafter import check_initial_drafter, draft_vocab_facts, earlier_facts, initial_drafter
 from peagle.training.planner import planned
 from peagle.training.replay import replay
-from peagle.training.resume import RunState
-from peagle.training.start import check_start, draft_vocab_facts, earlier_facts, starting_drafter
+from peagle.training.resume import RunState, saved_settings
 from peagle.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, Any] | None], None]
-OBJECTIVES: dict[str, Callable[[Drafter, TrainConfig], Objective]] = {
+Facts = dict[str, Any]
+OBJECTIVES: dict[str, type[ParallelObjective | UnrolledObjective]] = {
     "p-eagle": ParallelObjective,
     "eagle3": UnrolledObjective,
 }
 NUM_CHECKED = 8
-"""Conversations by which the written directory is checked where none are held out."""
+"""Conversations used to check the written directory if none are held out."""
 
 
-def train_drafter(
-    target: HFTarget, config: TrainConfig, on_step: OnStep, answer_prompts: AnswerPrompts | None = None
-) -> Drafter:
-    """Train a drafter for `target`, write its directory (compact form) to `config.output`, and return it as served.
+def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Drafter:
+    """Train a drafter for `target`, write it to `config.output` (compact form), and return it as served.
 
-    An unfinished run of the same settings is continued. At every save the drafter so far is written to run/drafter, to
-    be tried or trained on from; where there are held-out conversations, acceptance is replayed with it and recorded in
-    the metrics and the card. In the end the directory is loaded again, and must replay
-    to what the drafter in memory does. Of several processes (see `distributed.py`) all take part, and the first one
-    writes. Nothing is written before settings and data were checked, except for the answers to a file of prompts,
-    which `answer_prompts` has the target write.
+    Resumes an unfinished run of the same settings. Each save also writes the current drafter to run/drafter and
+    replays its acceptance on the held-out conversations. At the end the written directory is loaded back and must
+    replay to the same acceptance. With several processes (see `distributed.py`) all call this, and the main process
+    writes. Settings and data are checked before anything is written, except the answers to a prompt file.
     """
     world = World.current()
     world.check(config)
-    _check_limits(target, config)
-    check_start(target, config)
-    text = read_text(target, config, answer_prompts)
-    run = RunState(config, _inputs(target, config, text), world)
+    check_max_length(config.max_length, target)
+    saved = saved_settings(config.output)
+    earlier: Facts | None = saved.get("from_facts")
+    if earlier is None:
+        check_initial_drafter(target, config)
+        earlier = None if config.from_drafter is None else earlier_facts(target, config.from_drafter)
+    text = read_text(target, config, world)
+    run = RunState(config, _inputs(target, text, earlier), world)
     if (config.output / WEIGHTS_NAME).exists() and not run.can_continue:
-        raise ConfigError(f"{config.output} already holds a finished drafter", hint="give another output")
+        raise ConfigError(f"{config.output} already holds a finished drafter", hint="pass a new --output")
     counts_V = None if config.draft_vocab_size is None else answer_counts(text.conversations, target.vocab_size)
-    drafter = starting_drafter(target, config, counts_V)
+    drafter = initial_drafter(target, config, counts_V, saved)
     world.share(drafter.parameters())
-    if counts_V is not None:
-        text.facts.update(draft_vocab_facts(drafter, counts_V))
     config = planned(target, drafter, config, world)
     features_of = features_for(target, config, text.conversations, world)
     if world.shards_layers(config):
         shard(drafter, target)
     objective = OBJECTIVES[config.method](drafter, config)
     trainer = Trainer(drafter, objective, features_of, config, run)
+    if counts_V is not None:
+        text.facts.update(draft_vocab_facts(drafter, counts_V))
     _log_start(text, config, world, trainer.step)
 
     def on_save(step: int) -> dict[str, Any]:
         served = _as_served(target, drafter)
         measured = replay(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
-        card = _card(target, served, config, text, measured, step)
+        card = _card(target, served, config, text, earlier, measured, step)
         if world.is_main:
             save_drafter(served, run.drafter, card, full=False)
         return {} if measured is None else {"replay": _record(measured)}
@@ -93,44 +94,33 @@ def train_drafter(
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = replay(target, served, checked, config.num_draft_tokens)
-    card = _card(target, served, config, text, measured if text.held_out else None, config.num_steps)
-    # By all processes: the target may be spread over them.
-    card = dataclasses.replace(card, evidence=record(target, served, decode))
+    card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
+    # In all processes, because the target may be sharded.
+    acceptance = card.acceptance | baseline_after_training(target, served)
+    card = dataclasses.replace(card, evidence=record(target, served), acceptance=acceptance)
     if world.is_main:
         save_drafter(served, config.output, card, full=False)
-        title = (
-            f"{config.method} drafter for {target.name}: {config.num_layers} layers, {config.num_draft_tokens} depths"
-        )
-        plot(run.metrics(), config.output / PLOT_NAME, title)
+        size = f"{config.num_layers} layers, {config.num_draft_tokens} depths"
+        plot(run.metrics(), config.output / PLOT_NAME, f"{config.method} drafter for {target.name}: {size}")
     world.barrier()
     _check_written(target, config, checked, measured)
     run.finish()
     return served
 
 
-def _check_limits(target: HFTarget, config: TrainConfig) -> None:
-    if config.max_length > target.max_length:
-        raise ConfigError(
-            f"max_length {config.max_length} exceeds the target's {target.max_length}",
-            hint=f"use at most {target.max_length}",
-        )
-
-
-def _inputs(target: HFTarget, config: TrainConfig, text: RunText) -> dict[str, Any]:
-    """Facts about what the settings only name: a run is not continued with others."""
+def _inputs(target: HFTarget, text: RunText, earlier: Facts | None) -> Facts:
+    """Hashes of everything the settings only name. A run resumes only if they match."""
     inputs = {
         "target_weights": target.fingerprint(),
         "num_answer_tokens": text.num_answer_tokens,
         "data_contents": _digest(text.conversations),
         "held_out_contents": _digest(text.held_out),
     }
-    if config.from_drafter is not None:
-        inputs["from_weights"] = earlier_facts(target, config.from_drafter)["weights"]
-    return inputs
+    return inputs | ({} if earlier is None else {"from_weights": earlier["weights"], "from_facts": earlier})
 
 
 def _digest(conversations: Sequence[Conversation]) -> str:
-    """A hash of token ids and of what of them is learned."""
+    """A hash of token ids and loss masks."""
     digest = hashlib.sha256(contents_digest(conversations, [len(row) for row in conversations]).encode())
     for row in conversations:
         digest.update(np.packbits(row.loss_mask).tobytes())
@@ -139,28 +129,22 @@ def _digest(conversations: Sequence[Conversation]) -> str:
 
 def _log_start(text: RunText, config: TrainConfig, world: World, step: int) -> None:
     if config.parallel == "fsdp" and not world.shards_layers(config):
-        log.warning("parallel = fsdp changes nothing in one process; torchrun starts several")
+        log.warning("--parallel fsdp has no effect in a single process; start several with torchrun")
     if config.warmup_steps >= config.num_steps:
-        log.warning(
-            "warmup_steps %d of num_steps %d: the learning rate never reaches its peak",
-            config.warmup_steps,
-            config.num_steps,
-        )
-    facts = text.facts
+        message = "warmup_steps %d >= num_steps %d: the learning rate never reaches its peak"
+        log.warning(message, config.warmup_steps, config.num_steps)
     log.info(
-        "training on %d conversations (%d answer tokens; %d cut at max_length, %d without an answer left out) "
-        "from step %d; acceptance is measured on %d others",
-        facts["num_conversations"],
-        facts["num_answer_tokens"],
-        facts["num_cut"],
-        facts["num_dropped"],
-        step,
-        len(text.held_out),
+        "training on %(num_conversations)d conversations (%(num_answer_tokens)d answer tokens; %(num_cut)d truncated "
+        "at max_length, %(num_dropped)d dropped without an answer)",
+        text.facts,
+    )
+    log.info(
+        "%s step %d; %d held-out conversations", "resuming at" if step else "starting at", step, len(text.held_out)
     )
 
 
 def _as_served(target: HFTarget, drafter: Drafter) -> Drafter:
-    """The drafter as it will be loaded: its weights rounded to what is written, in the target's precision."""
+    """The drafter as a server loads it: weights rounded to the saved precision, then in the target's dtype."""
     served = Drafter(drafter.config, target.embedding_VD, target.head_VD).to(target.device)
     served.load_state_dict(whole_state(drafter.state_dict()))
     return served.to(torch.bfloat16).to(target.dtype).eval().requires_grad_(False)
@@ -169,26 +153,32 @@ def _as_served(target: HFTarget, drafter: Drafter) -> Drafter:
 def _check_written(
     target: HFTarget, config: TrainConfig, conversations: Sequence[Conversation], expected: Acceptance
 ) -> None:
-    """Load the directory as a server would; a drafter that then accepts otherwise was not written as it was trained."""
+    """Load the written directory as a server does and check that it accepts the same drafts."""
     loaded = load_drafter(config.output, target)
     found = replay(target, loaded, conversations, config.num_draft_tokens)
     if found != expected:
         raise CheckpointError(
-            f"{config.output}, loaded again, accepts {found.num_accepted} draft tokens in {found.num_drafts} drafts, "
-            f"the drafter in memory {expected.num_accepted} in {expected.num_drafts}: it was not written as it is",
-            hint="check the disk; the run's state is kept, so the same command writes the directory again",
+            f"{config.output} differs from the trained drafter: loaded back it accepts {found.num_accepted} draft "
+            f"tokens in {found.num_drafts} drafts, in memory {expected.num_accepted} in {expected.num_drafts}",
+            hint="check the disk; the run's state is kept, so rerun the command to write the directory again",
         )
 
 
 def _card(
-    target: HFTarget, drafter: Drafter, config: TrainConfig, text: RunText, measured: Acceptance | None, step: int
+    target: HFTarget,
+    drafter: Drafter,
+    config: TrainConfig,
+    text: RunText,
+    earlier: Facts | None,
+    measured: Acceptance | None,
+    step: int,
 ) -> DrafterCard:
-    """What is known of the drafter but for the evidence, which takes the target some time."""
+    """The drafter card, without the evidence, which takes longer."""
     settings = {key: value for key, value in dataclasses.asdict(config).items() if not isinstance(value, Path)}
     is_cuda = target.device.type == "cuda"
-    if config.from_drafter is not None:
-        settings["from_drafter"] = earlier_facts(target, config.from_drafter)
-        del settings["init"]  # which was not looked at
+    if earlier is not None:
+        settings["from_drafter"] = earlier
+        del settings["init"]  # not used
     if step < config.num_steps:
         settings["num_steps_done"] = step
     if is_cuda:

@@ -1,4 +1,4 @@
-// The playground: chat with every token colored by where it came from, and a race with and without drafts.
+// The playground: a chat that colors each token by how it was produced, and a race with and without drafts.
 
 const EXAMPLES = [
   "Explain how rainbows form, in five sentences.",
@@ -29,12 +29,12 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not our error form: a proxy in between, perhaps
+    // not our error format, perhaps from a proxy
   }
   return new Refused(response.status, message);
 }
 
-/** Events of a streamed answer, one parsed chunk after another. */
+/** The parsed chunks of a streamed answer. */
 async function* chunks(body, signal) {
   const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
   if (!response.ok) throw await refusal(response);
@@ -57,7 +57,7 @@ async function* chunks(body, signal) {
   }
 }
 
-/** Stream one answer; `onTokens(tokens, step)` is called as it grows. Gives the text and what was measured. */
+/** Stream one answer and call `onTokens(tokens, step)` as it grows. Returns its text and its figures. */
 async function answer(messages, numDrafts, signal, onTokens) {
   const speculation = { details: true, enabled: numDrafts > 0 };
   if (numDrafts > 0) speculation.num_draft_tokens = numDrafts;
@@ -193,7 +193,7 @@ function keep() {
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(state.messages));
   } catch {
-    // a very long chat: it is not kept over a reload
+    // a chat too long to store is lost on a reload
   }
 }
 
@@ -209,7 +209,7 @@ async function chat(question) {
   const message = { role: "assistant", content: "", tokens: [] };
   state.messages.push(message);
   showChat();
-  message.end = "cut off by a reload"; // read only if there is one before the answer has ended
+  message.end = "cut off by a reload"; // shown only if the page reloads before the answer ends
   keep();
   const item = element("messages").lastElementChild;
   const stop = new AbortController();
@@ -224,7 +224,7 @@ async function chat(question) {
       scroll();
       keep();
     });
-    message.end = result.finish === "length" ? "ended at the longest answer allowed" : "";
+    message.end = result.finish === "length" ? "reached the maximum length" : "";
   } catch (error) {
     message.end = error.name === "AbortError" ? "stopped" : `failed: ${error.message}`;
     complain(error);
@@ -279,14 +279,14 @@ function tell(words, isVerdict) {
 function verdict(plain, drafts) {
   const isSame = plain.text === drafts.text;
   const [slow, fast] = [speed(plain), speed(drafts)];
-  if (!slow || !fast) return "The answers were too short to tell.";
+  if (!slow || !fast) return "The answers are too short to compare.";
   const winner = fast >= slow ? "drafts" : "plain";
   element(`answer-${winner}`).parentElement.classList.add("winner");
   const words = isSame
     ? "The two answers are the same, word for word."
     : Number(element("temperature").value) > 0
-      ? "At a temperature above 0 each answer is drawn anew, so the two differ."
-      : "The answers part where two tokens were almost equally likely in this precision.";
+      ? "At a temperature above 0 each answer is sampled anew, so the two differ."
+      : "The answers diverge where two tokens are almost equally likely in this precision.";
   return `${(fast / slow).toFixed(2)} times the speed with drafts. ${words}`;
 }
 

@@ -1,0 +1,1 @@
+"""Comparing drafted with plain decoding, and a drafter directory with its card: divergence, lossless, the gate."""

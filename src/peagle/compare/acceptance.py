@@ -1,0 +1,85 @@
+"""Measure a drafter's acceptance by decoding prompts, and record it on its card as the baseline of the drift alarm."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, card_of
+from peagle.compare.answers import answer_with_engine, decode_with_reference
+from peagle.compare.evidence import render_texts, replace_file
+from peagle.decoding.acceptance import Acceptance
+from peagle.errors import ConfigError
+from peagle.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.drafter.model import Drafter
+    from peagle.targets.hf import HFTarget
+
+MIXED_PROMPTS_PATH = Path(__file__).parents[1] / "assets" / "mixed_prompts.json"
+MIXED_PROMPTS = "mixed_prompts"
+TRAINING_PROMPTS, TRAINING_MAX_TOKENS = 8, 32  # seconds on a CPU; `peagle eval --record` measures all of them
+"""Size of the measurement at the end of training, which runs the slow reference decoder."""
+
+
+def mixed_prompts(target: "HFTarget", max_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts that ship: chat, code, math, summarisation and rewriting in turn.
+
+    Prompts that do not fit into the target's context together with an answer are left out.
+    """
+    kinds = json.loads(MIXED_PROMPTS_PATH.read_text(encoding="utf-8")).values()
+    texts = [text for turn in zip_longest(*kinds) for text in turn if text is not None]
+    return render_texts(target.tokenizer, texts, target.max_length - max_tokens)
+
+
+def measure(
+    target: "HFTarget",
+    drafter: "Drafter",
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    num_draft_tokens: int,
+    on_part: Callable[[int], None] = lambda _: None,
+) -> tuple[Acceptance, int]:
+    """Acceptance and number of answer tokens of our engine; `on_part` gets the number of prompts answered so far."""
+    drafter.check_num_draft_tokens(num_draft_tokens)
+    each = [params] * len(prompts)
+    answers, found = answer_with_engine(target, drafter, num_draft_tokens, prompts, each, on_part)
+    return sum(found, Acceptance(0, (0,) * num_draft_tokens)), sum(map(len, answers))
+
+
+def entry(acceptance: Acceptance, prompts: str, num_prompts: int, params: SamplingParams) -> dict[str, Any]:
+    """A card's entry for acceptance that was measured by decoding."""
+    return {
+        "kind": DECODED,
+        "prompts": prompts,
+        "num_prompts": num_prompts,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "num_draft_tokens": len(acceptance.accepted_per_position),
+        "acceptance_length": round(acceptance.acceptance_length, 4),
+        "per_position": [round(share, 4) for share in acceptance.per_position],
+        "num_drafts": acceptance.num_drafts,
+    }
+
+
+def baseline_after_training(target: "HFTarget", drafter: "Drafter") -> dict[str, Any]:
+    """The card's baseline entry of a new drafter; empty if no mixed prompt fits. Every process takes part."""
+    params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS)
+    fitting = mixed_prompts(target, TRAINING_MAX_TOKENS)
+    prompts = fitting[:: -(-len(fitting) // TRAINING_PROMPTS) or 1]
+    if not prompts:
+        return {}
+    depth = drafter.config.num_draft_tokens or drafter.config.usual_num_draft_tokens
+    _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
+    return {BASELINE: entry(found, MIXED_PROMPTS, len(prompts), params)}
+
+
+def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any]) -> None:
+    """Write `measured` to the directory's card as the baseline."""
+    if not measured["num_drafts"]:
+        raise ConfigError("nothing was drafted, so there is no acceptance to record", hint="use more or longer prompts")
+    card = card_of(drafter, target)
+    card = dataclasses.replace(card, acceptance=card.acceptance | {BASELINE: measured})
+    replace_file(directory / CARD_NAME, card.to_json())

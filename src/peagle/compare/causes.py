@@ -1,0 +1,233 @@
+"""Differences between a drafter as an engine reads it and its card, each with the likely cause."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from peagle.checkpoint.card import Evidence
+from peagle.checkpoint.reading import COMPACT_TENSOR, Difference, Files, Reading
+from peagle.checkpoint.vllm import LENGTH_FREE_ROPE
+from peagle.compare.evidence import fingerprint, meaning_of
+from peagle.drafter.config import DrafterConfig
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""Tables that the compact form takes from the target and the full form stores."""
+
+ZEROED = "the learned placeholder state was zeroed: a buffer saved before it was filled, or made anew by a conversion"
+ABSOLUTE = "another framework's convention; engines compute target = draft + d2t[draft], so subtract the index"
+OTHER_STEP = "it is from another drafter or training step"
+CAUSES = {
+    "parallel": "mask_hidden or the mask token was lost or added: P-EAGLE would run as EAGLE-3, or the reverse",
+    "mask_token_id": (
+        "another embedding row would be used; if several mask token keys are present, engines take the first they know "
+        "(mask_token_id, pard_token, ptd_token_id)"
+    ),
+    "norm_before_residual": (
+        "the norm flag was flipped or left to a default, which is true in EAGLE-3 tools and false for P-EAGLE"
+    ),
+    "fc_norm": "the norm flag was flipped or lost in a conversion: aux states would reach fc unnormed, or normed twice",
+    "norm_before_fc": "the norm flag was flipped or lost in a conversion: aux states would reach fc at another scale",
+    "norm_output": "the norm flag was flipped: the next draft step would be fed another state",
+    "max_length": "max_position_embeddings was edited; scaled rotary embeddings depend on it",
+    "draft_vocab_size": "config.json and d2t or lm_head belong to different drafters",
+    "sliding_layers": "layer_types was lost or added in a conversion",
+    "sliding_window": "sliding_window was edited",
+}
+
+
+def check_meaning(evidence: Evidence, config: DrafterConfig) -> str:
+    """Compare all recorded settings; the first that differs is raised. Returns a summary."""
+    found = meaning_of(config)
+    is_length_free = config.rope_parameters.get("rope_type") in LENGTH_FREE_ROPE
+    for name, recorded in evidence.config.items():
+        if name == "max_length" and is_length_free:
+            continue  # it only sizes a table, which exports extend to the target's length
+        if name in found and not _same(recorded, found[name]):
+            raise Difference(f"{name} is {found[name]}, recorded was {recorded}", _cause(name, recorded, found[name]))
+    return f"{len(evidence.config)} settings match the card"
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in ours.items())
+    if isinstance(ours, float) or isinstance(theirs, float):
+        is_number = isinstance(ours, int | float) and isinstance(theirs, int | float)
+        return is_number and abs(ours - theirs) <= 1e-6 * max(abs(ours), abs(theirs))
+    return bool(ours == theirs)
+
+
+def _cause(name: str, recorded: Any, found: Any) -> str:
+    if name == "aux_layer_ids":
+        return _aux_cause(recorded, found)
+    if name == "rope_parameters":
+        return _rope_cause(recorded, found)
+    return CAUSES.get(name, "config.json was edited, or belongs to another drafter than the card")
+
+
+def _aux_cause(recorded: list[int], found: list[int]) -> str:
+    shifts = {theirs - ours for ours, theirs in zip(recorded, found, strict=False)}
+    if len(recorded) == len(found) and shifts in ({1}, {-1}):
+        return (
+            "the ids are off by one: some tools number a layer's output, engines the residual stream entering it "
+            "(id i = output of layer i - 1)"
+        )
+    return "the ids belong to another drafter or convention; id i means the residual stream entering layer i"
+
+
+def _rope_cause(recorded: dict[str, Any], found: dict[str, Any]) -> str:
+    if recorded.get("rope_theta") != found.get("rope_theta"):
+        what = f"rope theta is {found.get('rope_theta'):g} instead of {recorded.get('rope_theta'):g}"
+        return f"{what}: the base was lost in a conversion (10000 is the usual default)"
+    return "the scaling of the rotary embedding was lost or changed in a conversion"
+
+
+def check_tensors(
+    evidence: Evidence, files: Files, reading: Reading, target: "HFTarget", *, is_other_target: bool = False
+) -> str:
+    """Compare all recorded fingerprints; the first tensor that differs is raised. Returns a summary.
+
+    Stored tables must be the target's, unless another target is allowed.
+    """
+    state = reading.state
+    changed = []
+    for name, recorded in evidence.tensors.items():
+        if name not in state:
+            raise Difference(f"the tensor {name!r} is missing", _missing_cause(name))
+        if fingerprint(state[name]) != recorded:
+            changed.append(name)
+    is_rounded = files.dtypes == ["float16"]
+    for name, diagnose in DIAGNOSES.items():  # specific causes first, unless most tensors differ
+        if name in changed and (is_rounded or len(changed) <= len(evidence.tensors) // 2):
+            found, cause = diagnose(evidence, files, reading, target)
+            if not (is_rounded and cause == OTHER_STEP):
+                raise Difference(found, cause)
+    if changed and not (is_rounded and _is_sound(changed, state)):
+        raise Difference(*_changed(changed, evidence, state))
+    for name in sorted(state.keys() - evidence.tensors.keys()):
+        if name not in TABLES:
+            raise Difference(
+                f"the tensor {name!r} was not recorded", "the file belongs to another drafter than the card"
+            )
+        if not is_other_target:
+            _check_table(name, reading, target)
+    if changed:
+        return (
+            f"stored in float16, which rounds: {len(changed)} of {len(evidence.tensors)} tensors are left to the logits"
+        )
+    return f"{len(evidence.tensors)} tensors match the card"
+
+
+def check_plausible(files: Files, reading: Reading) -> str:
+    """Check tensors without evidence; returns a warning, or nothing."""
+    for name, tensor in sorted(reading.state.items()):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise Difference(f"{name!r} holds NaN or infinite values", "the file is damaged; copy or train it again")
+    if reading.config.parallel and not bool(reading.state.get("mask_hidden", torch.ones(1)).any()):
+        raise Difference("mask_hidden is all zeros", ZEROED)
+    if "d2t" in reading.state:
+        d2t, vocab_size = reading.state["d2t"].long(), reading.config.vocab_size
+        ids = torch.arange(len(d2t)) + d2t
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+            is_absolute = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
+            raise Difference(
+                "d2t holds absolute target ids, not offsets"
+                if is_absolute
+                else "d2t does not map draft ids one to one",
+                ABSOLUTE if is_absolute else "the table is damaged, or belongs to another vocabulary",
+            )
+    if reading.config.parallel and not files.is_compact and "embed_tokens.weight" not in files.tensors:
+        return "embed_tokens.weight is absent: if the mask row was trained, it is lost"
+    return ""
+
+
+def _missing_cause(name: str) -> str:
+    if name == "d2t":
+        return "the vocabulary map was left behind; engines would take draft ids for target ids"
+    if name == "mask_hidden":
+        return "the learned placeholder state was left behind"
+    if name in TABLES:
+        return "this drafter trained the table itself; the target's cannot replace it"
+    return "the file is incomplete, or belongs to another drafter"
+
+
+def _mask_row(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
+    row = reading.config.mask_token_id
+    if "embed_tokens.weight" not in files.tensors and not files.is_compact:
+        return (
+            f"embed_tokens.weight is missing, so the mask token {row} reads the target's row, not the trained one",
+            "the embeddings were dropped because they look like the target's, and the trained mask row with them",
+        )
+    own, targets = reading.state[COMPACT_TENSOR], target.embedding_VD[row].cpu()
+    if torch.equal(own.bfloat16(), targets.bfloat16()):
+        return (
+            f"row {row} of the embeddings is the target's, not the trained mask row",
+            "the table was replaced by the target's in a conversion",
+        )
+    return f"the trained mask row (token {row}) has other values", OTHER_STEP
+
+
+def _mask_hidden(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
+    if not bool(reading.state["mask_hidden"].any()):
+        return "mask_hidden is all zeros", ZEROED
+    return "mask_hidden has other values", OTHER_STEP
+
+
+def _offsets(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
+    d2t = reading.state["d2t"].long()
+    ids = torch.arange(len(d2t))
+    if fingerprint(d2t - ids) == evidence.tensors["d2t"]:
+        return "d2t holds absolute target ids, not offsets", ABSOLUTE
+    if not bool(d2t.any()):
+        return "d2t is all zeros", "the buffer was saved before it was filled"
+    return "d2t has other values", "it is the vocabulary of another drafter"
+
+
+Diagnosis = Callable[[Evidence, Files, Reading, "HFTarget"], tuple[str, str]]
+DIAGNOSES: Mapping[str, Diagnosis] = {COMPACT_TENSOR: _mask_row, "mask_hidden": _mask_hidden, "d2t": _offsets}
+
+
+def _is_sound(names: list[str], state: Mapping[str, Tensor]) -> bool:
+    return all(bool(state[name].isfinite().all()) and bool(state[name].any()) for name in names)
+
+
+def _changed(changed: list[str], evidence: Evidence, state: Mapping[str, Tensor]) -> tuple[str, str]:
+    found = f"{len(changed)} of {len(evidence.tensors)} tensors have other values, first {changed[0]!r}"
+    for name in changed:
+        if not bool(state[name].isfinite().all()):
+            return f"{name!r} holds NaN or infinite values", "the file is damaged, or the values do not fit its dtype"
+        if not bool(state[name].any()):
+            return f"{name!r} is all zeros", "it was saved before it was filled, or a conversion created an empty one"
+    if len(changed) > len(evidence.tensors) // 2:
+        return found, "these are the weights of another drafter or training step"
+    return found, "the file is damaged, or these tensors were trained or edited after the card was written"
+
+
+def _check_table(name: str, reading: Reading, target: "HFTarget") -> None:
+    """A table that the drafter shares with the target must be the target's, except for the mask row."""
+    dtype = torch.float16 if reading.state[name].dtype == torch.float16 else torch.bfloat16
+    table = reading.state[name].to(dtype)
+    if name == TABLES[0]:
+        expected = target.embedding_VD.detach().cpu().to(dtype)
+        rows = torch.ones(len(table), dtype=torch.bool)
+        if reading.config.mask_token_id is not None:
+            rows[reading.config.mask_token_id] = False
+    else:
+        d2t = reading.state.get("d2t")
+        expected = target.head_VD.detach().cpu().to(dtype)
+        expected = expected if d2t is None else expected[torch.arange(len(d2t)) + d2t.long()]
+        rows = torch.ones(len(table), dtype=torch.bool)
+    if table.shape != expected.shape:
+        raise Difference(
+            f"{name} has shape {list(table.shape)}, the target's is {list(expected.shape)}", "another target"
+        )
+    differing = int((table[rows] != expected[rows]).any(1).sum())
+    if differing:
+        raise Difference(
+            f"{differing:,} rows of {name} are not the target's, which this drafter shares",
+            "the table belongs to another target or revision, or was converted to a lower precision",
+        )

@@ -1,0 +1,105 @@
+"""Where two answers to one prompt diverge, and whether rounding explains it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peagle.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+NEAR_TIE = 1e-3
+"""Logit gap below which two correct computations may pick different tokens, in float32."""
+NEAR_TIE_IN_STEPS = 32
+"""The same for low precision, in units of the dtype's eps: 0.25 in bfloat16, two steps of a logit of 16."""
+PIECE = 8
+"""Tokens per piece when rounding is measured: about the rows of one verification."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two answers to one prompt diverge."""
+
+    token: int
+    """index of the first answer token that differs"""
+    target_gap: float | None
+    """logit gap from the target's best token to the worse of the two; None for sampled answers"""
+    is_near_tie: bool
+    """whether rounding explains it"""
+
+    def explain(self, dtype: str) -> str:
+        """Where the answers diverge and, if greedy, how close the target's decision was."""
+        where = f"They diverge at token {self.token}"
+        if self.target_gap is None:
+            return f"{where}. Sampled answers diverge if rounding moves a draw."
+        apart = f"{where}: the worse token's logit is {self.target_gap:.4f} below the target's best"
+        if not self.is_near_tie:
+            return f"{apart}, too far for rounding in {dtype}. Please report this."
+        advice = "" if dtype == "float32" else " With --dtype float32 the answers are identical."
+        return f"{apart}. In {dtype} the order of summation decides such a near tie.{advice}"
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or the length of the shorter answer; None if they are equal."""
+    if list(ours) == list(theirs):
+        return None
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+
+
+def first_divergence(
+    target: "HFTarget",
+    prompt_ids: Sequence[int],
+    plain: Sequence[int],
+    drafted: Sequence[int],
+    params: SamplingParams,
+    limit: float | None = None,
+) -> Divergence | None:
+    """Where the drafted answer leaves the plain one; None if they are equal.
+
+    Rounding explains a greedy divergence only at a near tie: both tokens within `limit` (default `near_tie`) of the
+    target's best logit. An answer that continues after the other's end is not a tie.
+    """
+    token = first_difference(plain, drafted)
+    if token is None:
+        return None
+    if not params.is_greedy:
+        return Divergence(token, None, False)
+    emitted = [answer[token] for answer in (plain, drafted) if token < len(answer)]
+    gap = gap_to_best(target, [*prompt_ids, *plain[:token]], emitted)
+    return Divergence(token, gap, len(emitted) == 2 and gap <= (near_tie(target) if limit is None else limit))
+
+
+def gap_to_best(target: "HFTarget", text: Sequence[int], token_ids: Sequence[int]) -> float:
+    """Logit gap from the target's best token after `text` to the worst of `token_ids`."""
+    import torch
+
+    logits_V = target.forward(torch.tensor([list(text)], device=target.device)).logits_BTV[0, -1].float()
+    return float(logits_V.max() - logits_V[list(token_ids)].min())
+
+
+def near_tie(target: "HFTarget") -> float:
+    """Largest gap that counts as a near tie in the target's dtype."""
+    import torch
+
+    return max(NEAR_TIE, NEAR_TIE_IN_STEPS * torch.finfo(target.dtype).eps)
+
+
+def measured_near_tie(target: "HFTarget", texts: Sequence[Sequence[int]]) -> float:
+    """The same, measured: twice the largest change of the top-two gap between a whole pass and short pieces.
+
+    Twice, because the decision and the gap that judges it both carry the error.
+    """
+    import torch
+
+    largest = 0.0
+    for text in texts:
+        token_ids_1T = torch.tensor([list(text)], device=target.device)
+        whole_TV = target.forward(token_ids_1T).logits_BTV[0].float()
+        cache = target.new_cache()
+        pieces = token_ids_1T.split(PIECE, dim=1)
+        pieces_TV = torch.cat([target.forward(piece, cache).logits_BTV[0].float() for piece in pieces])
+        gaps = [top[:, 0] - top[:, 1] for top in (logits.topk(2).values for logits in (whole_TV, pieces_TV))]
+        largest = max(largest, float((gaps[0] - gaps[1]).abs().max()))
+    return max(NEAR_TIE, 2 * largest)

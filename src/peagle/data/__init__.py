@@ -1,0 +1,1 @@
+"""Training data: prompt files, conversations and shards, and generating them with the target."""

@@ -1,0 +1,207 @@
+"""Reads prompt files as published by the benchmarks. Each row becomes the messages of one request.
+
+Rows are recognized by their keys, so there is no format option.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peagle.data.config import drawn_number
+from peagle.data.json_rows import (
+    chat_messages,
+    describe,
+    empty_file,
+    is_text,
+    place,
+    read_lines,
+    read_rows,
+    sharegpt_messages,
+)
+from peagle.errors import ConfigError, DataError
+
+Messages = tuple[dict[str, Any], ...]
+
+HUMANEVAL_INSTRUCTION = "Complete this Python function:\n"
+"""Prepended to a HumanEval prompt, which is the start of a source file, to make it a user message."""
+
+ROW_SHAPES = (
+    '"turns" (MT-Bench, Spec-Bench), "prompt" with "task_id" or "entry_point" (HumanEval), "question" (GSM8K), '
+    '"messages" (OpenAI), "conversations" (ShareGPT), "prompt" (plain), "instruction" (Self-Instruct, Alpaca)'
+)
+GENERIC_STEMS = frozenset({"data", "dev", "prompt", "prompts", "question", "questions", "test", "train", "validation"})
+"""File names that mean nothing without their folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request of a workload: chat messages that end with a user message."""
+
+    id: str
+    """from the file, else the line number"""
+    messages: tuple[dict[str, Any], ...]
+    category: str | None
+    kind: str
+    """row shape: turns, humaneval, gsm8k, messages, sharegpt, prompt, instruction or text"""
+
+
+class Dialog(NamedTuple):
+    """A conversation of a prompt file. The target writes its assistant turns."""
+
+    where: str
+    """"FILE:LINE", for error messages"""
+    messages: Sequence[dict[str, Any]]
+
+    def first_turn(self) -> "Dialog":
+        """The messages up to and including the first user message, without assistant messages."""
+        end = next(index for index, message in enumerate(self.messages) if message["role"] == "user") + 1
+        return Dialog(self.where, [message for message in self.messages[:end] if message["role"] != "assistant"])
+
+    def key(self) -> int:
+        """A hash of all messages; of a single user message, a hash of its text."""
+        said = [message | {"content": message["content"].strip()} for message in self.messages]
+        is_question = len(said) == 1 and said[0].keys() == {"role", "content"} and said[0]["role"] == "user"
+        return drawn_number(said[0]["content"] if is_question else json.dumps(said, sort_keys=True))
+
+
+class PromptRow(NamedTuple):
+    """One row of a file with all its turns."""
+
+    where: str
+    id: str
+    category: str | None
+    kind: str
+    messages: Messages
+
+
+def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+    """Read the first `limit` prompts (default: all) of a .jsonl, .json or .txt file, plain or gzipped.
+
+    Rows after the limit are not read. Errors name file and line.
+    """
+    return [_prompt(row) for row in _limited(Path(path), limit)]
+
+
+def read_dialogs(path: str | Path, *, limit: int | None = None) -> list[Dialog]:
+    """Read the same files with all turns, including the assistant's."""
+    dialogs = []
+    for row in _limited(Path(path), limit):
+        for index in _user_turns(row):
+            _reject_empty(row, row.messages[index])
+        dialogs.append(Dialog(row.where, row.messages))
+    return dialogs
+
+
+def workload_name(path: str | Path) -> str:
+    """A short name for reports: the file's, with its folder if the file name is generic (gsm8k/test)."""
+    path = Path(path)
+    stem = path.name.split(".")[0] or path.name
+    folder = path.absolute().parent.name
+    return f"{folder}/{stem}" if stem.lower() in GENERIC_STEMS and folder else stem
+
+
+def _limited(path: Path, limit: int | None) -> Iterator[PromptRow]:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1, got {limit}", hint="omit it to read all prompts")
+    return islice(_text_rows(path) if is_text(path) else _json_rows(path), limit)
+
+
+def _text_rows(path: Path) -> Iterator[PromptRow]:
+    is_empty = True
+    for line_number, line in read_lines(path):
+        if text := line.strip():
+            is_empty = False
+            yield PromptRow(place(path, line_number), str(line_number), None, "text", _user_message(text))
+    if is_empty:
+        raise empty_file(path, "one prompt per line")
+
+
+def _json_rows(path: Path) -> Iterator[PromptRow]:
+    for line_number, row in read_rows(path):
+        where = place(path, line_number)
+        kind, messages = _messages(row, where)
+        category = row.get("category")
+        row_id = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), line_number)
+        yield PromptRow(where, str(row_id), category if isinstance(category, str) else None, kind, messages)
+
+
+def _prompt(row: PromptRow) -> Prompt:
+    """The request of a row: the first turn, or for OpenAI messages everything up to the last user message."""
+    users = _user_turns(row)
+    if row.kind == "messages":
+        messages = row.messages[: users[-1] + 1]
+    else:
+        messages = row.messages[users[0] : users[0] + 1]
+    _reject_empty(row, messages[-1])
+    return Prompt(row.id, messages, row.category, row.kind)
+
+
+def _user_turns(row: PromptRow) -> list[int]:
+    users = [index for index, message in enumerate(row.messages) if message["role"] == "user"]
+    if users:
+        return users
+    if row.kind == "sharegpt":
+        raise DataError(
+            f"{row.where}: 'conversations' has no human turn", hint='a human turn is {"from": "human", "value": ...}'
+        )
+    raise DataError(f"{row.where}: 'messages' has no user message", hint="a prompt ends with a user message")
+
+
+def _reject_empty(row: PromptRow, message: dict[str, Any]) -> None:
+    if not message["content"].strip():
+        raise DataError(f"{row.where}: the prompt is empty ({row.kind} row)", hint="remove the row or add a text")
+
+
+def _messages(row: dict[str, Any], where: str) -> tuple[str, Messages]:
+    """The row's shape, and its messages."""
+    if "messages" in row:
+        return "messages", tuple(chat_messages(row["messages"], where))
+    if "conversations" in row:
+        return "sharegpt", tuple(sharegpt_messages(row["conversations"], where))
+    if "turns" in row:
+        return "turns", _turns(row["turns"], where)
+    if "prompt" in row:
+        text = _string(row, "prompt", where)
+        if "task_id" in row or "entry_point" in row:
+            return "humaneval", _user_message(HUMANEVAL_INSTRUCTION + text if text.strip() else text)
+        return "prompt", _user_message(text)
+    if "question" in row:
+        return "gsm8k", _user_message(_string(row, "question", where))
+    if "instruction" in row:
+        return "instruction", _instruction(row, where)
+    raise DataError(
+        f"{where}: no prompt found; keys found: {', '.join(row) or 'none'}",
+        hint=f"a row needs one of: {ROW_SHAPES}",
+    )
+
+
+def _user_message(text: str) -> Messages:
+    return ({"role": "user", "content": text},)
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {key!r} is {describe(value)}; it must be a string", hint=f"a row needs: {ROW_SHAPES}"
+        )
+    return value
+
+
+def _turns(turns: Any, where: str) -> Messages:
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise DataError(f"{where}: 'turns' is {describe(turns)}; it must be a non-empty list of strings")
+    return tuple({"role": "user", "content": turn} for turn in turns)
+
+
+def _instruction(row: dict[str, Any], where: str) -> Messages:
+    """The instruction and its input: the row's own (Alpaca) or that of its first instance (Self-Instruct)."""
+    text = _string(row, "instruction", where)
+    holder, instances = row, row.get("instances")
+    if isinstance(instances, list) and instances and isinstance(instances[0], dict):
+        holder = instances[0]
+    given = _string(holder, "input", where) if holder.get("input") else ""
+    return _user_message(f"{text}\n\n{given}" if text.strip() and given.strip() else text)

@@ -1,0 +1,256 @@
+"""Writes shards: finished rows are never lost, and an interrupted run resumes."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from peagle.checkpoint.card import TargetIdentity
+from peagle.data.shards import (
+    FORMAT,
+    MANIFEST_NAME,
+    NO_KEY,
+    SHARD_TOKENS,
+    Drop,
+    Row,
+    drop_line,
+    identity_of,
+    is_shard_directory,
+    lines_path,
+    open_shards,
+    pack,
+    read_lines_of_open_shard,
+    read_manifest,
+    row_line,
+    shard_name,
+    total,
+    write_whole,
+)
+from peagle.errors import CapacityError, ConfigError
+from peagle.provenance import provenance
+from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class ShardWriter:
+    """Appends rows to a locked directory. `keys` holds everything that is done.
+
+    Resumes an existing directory if target and settings match, and raises otherwise. Leaving the `with` block early
+    keeps the open shard.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        kind: str,
+        target: TargetIdentity,
+        settings: Mapping[str, Any],
+        *,
+        accelerator: str | None = None,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.directory, self._shard_tokens = directory, shard_tokens
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(directory)
+        try:
+            identity = {"format": FORMAT, "kind": kind, "target": vars(target), "settings": _plain(settings)}
+            self._manifest: dict[str, Any] = identity | {"is_complete": False, "shards": [], "runs": []}
+            self.keys: set[int] = set()
+            if is_shard_directory(directory):
+                self._resume(kind, target, settings)
+            self._manifest["runs"].append(provenance(accelerator))
+            self._write_manifest()
+            self._open_lines()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that wrote to the directory, including this one."""
+        return len(self._manifest["runs"])
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """num_rows, num_tokens, num_answer_tokens and dropped (by reason), over all runs."""
+        return total([self._sealed_counts, self._open_counts])
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, rows: Sequence[Row], drops: Sequence[Drop] = ()) -> None:
+        """Add finished rows. They survive a crash once this returns. If the disk is full, none is added."""
+        if not rows and not drops:
+            return
+        content = "".join([*map(row_line, rows), *map(drop_line, drops)]).encode()
+        with self._explaining_a_full_disk():
+            self._write_lines(content)
+        self._count(rows, drops)
+        if self._open_counts["num_tokens"] >= self._shard_tokens:
+            self.seal()
+
+    def seal(self) -> None:
+        """Convert the open shard to a safetensors file and begin the next one."""
+        if not self._rows and not self._drops:
+            return
+        shard = pack(self._rows, self._drops)
+        arrays = {name: value for name, value in vars(shard).items() if name != "reasons"}
+        metadata = {"target": self._manifest["target"]["weights"], "reasons": json.dumps(shard.reasons)}
+        content = save(arrays, metadata)
+        name = shard_name(len(self._manifest["shards"]))
+        with self._explaining_a_full_disk():
+            write_whole(self.directory / name, content)
+            self._manifest["shards"].append({"name": name, "num_bytes": len(content), **shard.counts()})
+            try:
+                self._write_manifest()
+            except OSError:
+                self._manifest["shards"].pop()
+                raise
+        self._file.close()
+        Path(self._file.name).unlink()
+        self._open_lines()
+
+    def finish(self) -> None:
+        """Seal the open shard and mark the directory complete."""
+        self.seal()
+        self._manifest["is_complete"] = True
+        with self._explaining_a_full_disk():
+            self._write_manifest()
+        self._file.close()
+        Path(self._file.name).unlink()
+
+    def _resume(self, kind: str, target: TargetIdentity, settings: Mapping[str, Any]) -> None:
+        check_made_by(self.directory, kind, target, settings)
+        earlier = read_manifest(self.directory)
+        self._manifest |= {"shards": earlier["shards"], "runs": earlier["runs"]}
+        for shard in open_shards(self.directory).shards:
+            self.keys.update(shard.keys.tolist(), shard.dropped_keys.tolist())
+        self.keys.discard(NO_KEY)
+
+    def _open_lines(self) -> None:
+        """Resume the open shard of an earlier run, without a truncated last line."""
+        number = len(self._manifest["shards"])
+        for leftover in self.directory.glob("shard-*.jsonl"):
+            if leftover < lines_path(self.directory, number):
+                leftover.unlink()  # sealed, but the process ended before this line
+        path = lines_path(self.directory, number)
+        rows, drops, num_bytes = read_lines_of_open_shard(path)
+        self._sealed_counts = total(self._manifest["shards"])
+        self._rows: list[Row] = []
+        self._drops: list[Drop] = []
+        self._open_counts = total([])
+        self._file, self._num_bytes = path.open("ab", buffering=0), num_bytes
+        self._file.truncate(num_bytes)
+        self._count(rows, drops)
+
+    def _count(self, rows: Sequence[Row], drops: Sequence[Drop]) -> None:
+        self._rows += rows
+        self._drops += drops
+        counts = self._open_counts
+        for row in rows:
+            self.keys.add(row.key)
+            counts["num_rows"] += 1
+            counts["num_tokens"] += len(row.token_ids)
+            counts["num_answer_tokens"] += sum(end - start for start, end in row.spans)
+        for drop in drops:
+            if drop.key != NO_KEY:
+                self.keys.add(drop.key)
+            counts["dropped"][drop.reason] = counts["dropped"].get(drop.reason, 0) + 1
+
+    def _write_lines(self, content: bytes) -> None:
+        try:
+            num_written = 0
+            while num_written < len(content):
+                num_written += self._file.write(content[num_written:])
+        except BaseException:
+            # Remove partial or uncounted lines.
+            self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(content)
+
+    def _write_manifest(self) -> None:
+        content = json.dumps(self._manifest | total(self._manifest["shards"]), indent=2) + "\n"
+        write_whole(self.directory / MANIFEST_NAME, content.encode())
+
+    @contextlib.contextmanager
+    def _explaining_a_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            counts = self.counts
+            raise CapacityError(
+                f"cannot write to {self.directory}: {error.strerror}; the {counts['num_rows']} finished rows "
+                f"({counts['num_answer_tokens']:,} answer tokens) are saved",
+                hint="free disk space, then rerun the command to resume",
+            ) from error
+
+
+def open_writer(target: HFTarget, directory: Path, kind: str, settings: Mapping[str, Any]) -> ShardWriter:
+    """A writer for a target. Open it before an engine, which changes the model."""
+    accelerator = None
+    if target.device.type == "cuda":
+        import torch
+
+        accelerator = torch.cuda.get_device_name(target.device)
+    return ShardWriter(directory, kind, TargetIdentity.of(target), settings, accelerator=accelerator)
+
+
+def check_made_by(directory: Path, kind: str, target: TargetIdentity, settings: Mapping[str, Any]) -> None:
+    """Reject shards of another kind, target or settings."""
+    earlier, settings = read_manifest(directory), _plain(settings)
+    differing = [] if earlier["kind"] == kind else [f"it was written by {earlier['kind']}, not {kind}"]
+    theirs = identity_of(directory, earlier)
+    for name in ("weights", "tokenizer", "chat_template"):
+        if getattr(theirs, name) != getattr(target, name):
+            differing.append(f"the target's {name}: was {theirs.name!r}, is {target.name!r}")
+    was = earlier["settings"]
+    differing += [
+        f"{name} was {was.get(name)!r}, is {settings.get(name)!r}"
+        for name in sorted(was.keys() | settings.keys())
+        if was.get(name) != settings.get(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{directory} holds shards of another run: {'; '.join(differing)}",
+            hint="pass the earlier settings to resume it, or a new --output to start over",
+        )
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON values."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
+    return plain
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor of a directory, locked against other processes until it is closed."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process is writing to {directory}", hint="wait for it, or pass another --output"
+        ) from error
+    except OSError as error:  # some network file systems have no locks
+        log.info("cannot lock %s (%s); make sure that no other process writes to it", directory, error.strerror)
+    return descriptor

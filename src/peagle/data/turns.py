@@ -1,0 +1,80 @@
+"""Turn boundaries of a chat template, in tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from peagle.data.prompts import Dialog
+from peagle.errors import DataError, RequestError
+from peagle.tokenizer import answer_spans, chat_text, control_ids, detokenize, encode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "PLACE-OF-THE-WORDS"
+PROBE = ({"role": "user", "content": "probe0question"}, {"role": "assistant", "content": "probe0answer"})
+
+
+def answer_end(tokenizer: "PreTrainedTokenizerBase", *, num_turns: int = 1) -> int:
+    """The token that ends an answer in the chat template.
+
+    Raises a DataError if answers cannot be located in a conversation of `num_turns`.
+    """
+    token_ids, mask = answer_spans(tokenizer, PROBE * num_turns)
+    return token_ids[max(index for index, is_answer in enumerate(mask) if is_answer)]
+
+
+def question_opening(tokenizer: "PreTrainedTokenizerBase", system_prompt: str) -> tuple[list[int], int]:
+    """Token ids up to the start of a user's first message, and the token that ends it.
+
+    An empty system prompt uses the template's default. Raises a RequestError if the template rejects the messages, a
+    DataError if the user's message cannot be located.
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    text = chat_text(tokenizer, [*system, {"role": "user", "content": MARK}], add_generation_prompt=True)
+    head, found, tail = text.rpartition(MARK)
+    closing = encode(tokenizer, tail) if found else []
+    controls = control_ids(tokenizer)
+    end = next((token_id for token_id in closing if token_id in controls), None)
+    # The target would write text before the end token as part of the question.
+    before_end = closing[: closing.index(end)] if end is not None else closing
+    if end is None or detokenize(tokenizer, before_end).strip():
+        raise DataError(
+            f"the chat template puts no end-of-turn token after a user message, only {tail!r}, so the target cannot "
+            "write questions",
+            hint="answer your own prompts instead: peagle data regenerate --prompts FILE",
+        )
+    return encode(tokenizer, head), end
+
+
+def opening_text(tokenizer: "PreTrainedTokenizerBase", dialog: Dialog) -> str:
+    """A dialog rendered up to the start of the answer. Errors name its file and line."""
+    try:
+        return chat_text(tokenizer, dialog.messages, add_generation_prompt=True)
+    except RequestError as error:
+        raise DataError(f"{dialog.where}: {error.message}", hint=error.hint) from error
+
+
+def following_turn(
+    tokenizer: "PreTrainedTokenizerBase",
+    history: Sequence[dict[str, Any]],
+    answer_ids: Sequence[int],
+    messages: Sequence[dict[str, Any]],
+) -> tuple[dict[str, Any], list[int]] | None:
+    """The answer as a message, and the token ids from its end to the start of the next answer.
+
+    `history` precedes the answer, `messages` follow it. Returns None if the template would render other tokens: it
+    rewrites the answer, or ends answers with another token.
+    """
+    *words, end = answer_ids
+    answer = {"role": "assistant", "content": detokenize(tokenizer, words)}
+    if set(words) & set(tokenizer.all_special_ids):
+        return None  # a client sends the text back without them
+    end_text = str(tokenizer.decode([end], skip_special_tokens=False))
+    before = chat_text(tokenizer, [*history, answer], add_generation_prompt=False)
+    whole = chat_text(tokenizer, [*history, answer, *messages], add_generation_prompt=True)
+    start = f"{chat_text(tokenizer, history, add_generation_prompt=True)}{answer['content']}{end_text}"
+    if not (before.startswith(start) and whole.startswith(start)):
+        return None
+    # Encode with the end token: some tokenizers treat the start of a text differently.
+    following = encode(tokenizer, end_text + whole[len(start) :])
+    return (answer, following[1:]) if following[:1] == [end] else None

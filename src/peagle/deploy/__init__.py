@@ -1,1 +1,0 @@
-"""Beyond one machine: vLLM as the engine, and Amazon SageMaker as the place to run."""

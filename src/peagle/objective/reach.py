@@ -1,0 +1,41 @@
+"""Selects the labels that a draft reaches when serving.
+
+A draft at depth d counts only if the d drafts before it were accepted, that is if the text after its anchor is the
+target's argmax. In sampled answers it often is not. There the label depends on tokens that the slot cannot see, so it
+is mostly noise.
+
+Shapes: B sequences, T tokens, N labels.
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.objective.labels import Labels
+from peagle.objective.objective import Features
+
+
+@torch.no_grad()
+def num_departures(token_ids_BT: Tensor, features: Features, columns_at_a_time: int) -> Tensor:
+    """For each column, how many earlier columns of its sequence are followed by a token other than the argmax.
+
+    Computes the logits of at most `columns_at_a_time` at once, in parts of equal shape.
+    """
+    num_rows, num_columns = token_ids_BT.shape
+    last = num_rows * num_columns - 1
+    num_parts = last // columns_at_a_time + 1
+    size = last // num_parts + 1
+    column_N = torch.arange(num_parts * size, device=token_ids_BT.device).clamp_max(last)
+    likeliest_N = torch.cat(
+        [features.judge_logits(part // num_columns, part % num_columns).argmax(-1) for part in column_N.split(size)]
+    )
+    likeliest_BT = likeliest_N[: last + 1].view(num_rows, num_columns)
+    departs_BT = torch.zeros_like(token_ids_BT, dtype=torch.long)
+    departs_BT[:, 1:] = likeliest_BT[:, :-1] != token_ids_BT[:, 1:]
+    return departs_BT.cumsum(1)
+
+
+def reached(labels: Labels, num_departures_BT: Tensor) -> Labels:
+    """The labels, with weight 0 if the text departs from the argmax between anchor and judge."""
+    at_judge_N = num_departures_BT[labels.row_N, labels.judge_N]
+    at_anchor_N = num_departures_BT[labels.row_N, labels.judge_N - labels.depth_N]
+    return labels._replace(weight_N=labels.weight_N * (at_judge_N == at_anchor_N))

@@ -1,0 +1,1 @@
+"""SageMaker endpoints: planning, creating, updating, scaling and invoking them."""

@@ -1,0 +1,85 @@
+"""Settings of an engine, and the batch shapes that CUDA graphs are captured for."""
+
+from dataclasses import dataclass
+
+from peagle.errors import ConfigError
+
+GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
+GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
+GPU_MAX_DELAY = 8
+"""Steps that a new request waits, at most, to share its prefill pass with others."""
+GPU_VERIFY_TOKENS = 320
+MIN_CHUNKS, MAX_CHUNKS = 8, 64
+"""Chunks of the smallest and the largest prefill pass. The last chunk holds the padding."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Capacity and memory of the native engine."""
+
+    max_batch: int | None = None
+    """requests that run at the same time; default: 256 on a GPU, 16 on a CPU"""
+    max_length: int | None = None
+    """maximum tokens per sequence, prompt plus output; default: the target's limit, at most 8192 (4096 on a CPU)"""
+    max_waiting: int | None = None  # no limit
+    """requests that may wait in the queue; further ones are refused (HTTP 503)"""
+    memory_share: float = 0.9
+    """share of the free GPU memory for the KV cache; on a CPU the share of a quarter of all memory"""
+    prefill_tokens: int = 2048
+    """maximum prompt tokens per step: raise it for throughput, lower it for steady streams"""
+    reuse_prefixes: bool = True
+    """prefix caching: keep the KV cache of finished requests and reuse it for prompts with the same prefix"""
+    eager: bool = False
+    """on a GPU: neither compile layers nor capture CUDA graphs; starts faster, decodes slower"""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("max_batch", 1), ("max_length", 2), ("max_waiting", 0), ("prefill_tokens", 1)):
+            self._require(name, minimum)
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
+
+    def _require(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name} must be at least {minimum}, got {value}")
+
+
+@dataclass(frozen=True)
+class EngineConfig(EngineOptions):
+    """All settings of an engine: the options above, and those that only programs set."""
+
+    page_size: int = 32
+    """tokens per page of the KV cache"""
+    num_pages: int | None = None
+    """pages of the KV cache; default: as many as `memory_share` allows and requests can use"""
+    verify_tokens: int | None = None
+    """maximum tokens of a verification pass. If the batch has more, the engine verifies the first draft of each
+    request, then the drafts most likely to be accepted. 0: verify all. Default: 320 on a GPU, all on a CPU"""
+    capture_adjusted: bool = False
+    """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
+            self._require(name, minimum)
+
+
+def decode_buckets(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes with a CUDA graph. A batch runs in the smallest graph that fits it.
+
+    >>> decode_buckets(100)
+    (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
+    """
+    powers = [2**exponent for exponent in range(max_batch.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= 16]
+    return (*sorted(size for size in powers + between if size < max_batch), max_batch)
+
+
+def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
+    """(tokens, chunks) of the prefill graphs. A plan runs in the first graph that fits it.
+
+    >>> prefill_buckets(2048)
+    ((128, 8), (256, 8), (512, 16), (768, 24), (1024, 32), (1536, 48), (2048, 64))
+    """
+    sizes = sorted({max(prefill_tokens * sixteenths // 16, 1) for sixteenths in (1, 2, 4, 6, 8, 12, 16)})
+    return tuple((size, max(MIN_CHUNKS, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)

@@ -1,0 +1,200 @@
+"""The pool of KV cache pages: reference counts, and prefix caching.
+
+A page holds `page_size` positions of the KV cache, of the target and of the drafter under one page id. Page 0 is the
+waste page: writes that must not be kept go there, and it is never allocated. Every other page is in one of three
+states:
+
+    used     held by one or more requests; read-only if shared
+    cached   not held, but its content can still be found by key
+    blank    not held, without content
+
+The key of a page is a digest of its tokens and of the previous page's key. It identifies the whole prefix up to the end
+of the page, and with it the KV cache of target and drafter. Two requests with a common prefix, three tokens per page:
+
+>>> pool = PagePool(num_pages=6, page_size=3)
+>>> first = pool.allocate(2)
+>>> beginning = page_key(ROOT_KEY, [7, 8, 9])
+>>> pool.register(first[0], beginning)          # the first page is full, the second is not
+>>> shared = pool.match([beginning, page_key(beginning, [1, 2, 3])])
+>>> pool.share(shared)
+>>> shared == first[:1], pool.num_used, pool.num_free
+(True, 2, 3)
+
+After both requests release it, the first page is cached, and is allocated again only after the blank ones:
+
+>>> pool.release(first); pool.release(shared)
+>>> pool.num_used, pool.num_cached, pool.match([beginning]) == shared
+(0, 1, True)
+>>> pool.allocate(5)[-1:] == shared, pool.match([beginning])
+(True, [])
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from peagle.errors import CapacityError, ConfigError
+
+WASTE_PAGE = 0
+ROOT_KEY = b""
+
+
+class OutOfPagesError(CapacityError):
+    """An allocation exceeds the free pages; nothing was allocated."""
+
+
+class IntegrityError(RuntimeError):
+    """The engine's state contradicts itself: a bug, never a user's mistake."""
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a full page with these tokens, behind the page with key `parent` (`ROOT_KEY` for the first)."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=32).digest()
+
+
+class PagePool:
+    """Owns the page ids 1 .. num_pages - 1. `reuse` enables prefix caching."""
+
+    def __init__(self, num_pages: int, page_size: int, reuse: bool = True) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise ConfigError(
+                f"a pool of {num_pages} pages of {page_size} tokens has no room",
+                hint="use at least 2 pages (one is the waste page) of at least 1 token",
+            )
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.reuse = reuse
+        self._num_holders = [0] * num_pages
+        self._blank = list(range(num_pages - 1, WASTE_PAGE, -1))
+        """a stack: low ids first"""
+        self._cached: dict[int, None] = {}
+        """in order of release, least recently used first"""
+        self._page_of_key: dict[bytes, int] = {}
+        self._key_of_page: dict[int, bytes] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Pages that requests can hold."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now: blank or cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Number of pages for `num_tokens` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        """Allocate pages: blank ones first, then the least recently used cached ones."""
+        if num_pages > self.num_free:
+            raise OutOfPagesError(f"{num_pages} pages requested, {self.num_free} of {self.capacity} are free")
+        pages = []
+        for _ in range(num_pages):
+            page = self._blank.pop() if self._blank else self._forget_oldest()
+            self._num_holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Release the pages of one holder, passed in sequence order.
+
+        The last page is released first, and so evicted first: a page is useful only if all pages before it are cached.
+        """
+        for page in reversed(pages):
+            if self._num_holders[page] < 1:
+                raise IntegrityError(f"page {page} was released but is not held")
+            self._num_holders[page] -= 1
+            if self._num_holders[page] == 0:
+                if page in self._key_of_page:
+                    self._cached[page] = None
+                else:
+                    self._blank.append(page)
+
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
+        """Extend `keys`, those of the first pages of a sequence, to all pages that the sequence fills."""
+        if self.reuse:
+            size = self.page_size
+            for start in range(len(keys) * size, len(token_ids) // size * size, size):
+                keys.append(page_key(keys[-1] if keys else ROOT_KEY, token_ids[start : start + size]))
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """The cached or used pages for these keys, up to the first miss. Does not hold them."""
+        pages = []
+        for key in keys:
+            page = self._page_of_key.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a holder to pages that `match` found. It must not write to them."""
+        for page in pages:
+            if self._num_holders[page] == 0:
+                del self._cached[page]
+            self._num_holders[page] += 1
+
+    def num_holders(self, page: int) -> int:
+        return self._num_holders[page]
+
+    def has_key(self, page: int) -> bool:
+        """Whether other requests can find this page; it must not be written again."""
+        return page in self._key_of_page
+
+    def register(self, page: int, key: bytes) -> None:
+        """Make a held page available to other requests: all its positions are final, and `key` identifies them.
+
+        If another page has that key already, this one stays private to its holder.
+        """
+        if self._num_holders[page] < 1 or page in self._key_of_page:
+            raise IntegrityError(f"page {page} was registered but is not held, or has a key already")
+        if self.reuse and key not in self._page_of_key:
+            self._page_of_key[key] = page
+            self._key_of_page[page] = key
+
+    def _forget_oldest(self) -> int:
+        page = next(iter(self._cached))
+        del self._cached[page]
+        del self._page_of_key[self._key_of_page.pop(page)]
+        return page
+
+    def check_integrity(self, held: Iterable[int] | None = None) -> None:
+        """Raise IntegrityError if the pool contradicts itself; `held` lists every page of every holder, if known."""
+
+        def require(condition: bool, complaint: str) -> None:
+            if not condition:
+                raise IntegrityError(f"page pool: {complaint}")
+
+        free = Counter([*self._blank, *self._cached])
+        require(self._num_holders[WASTE_PAGE] == 0, "the waste page is held")
+        require(WASTE_PAGE not in free and WASTE_PAGE not in self._key_of_page, "the waste page is in circulation")
+        for page in range(1, self.num_pages):
+            count = self._num_holders[page]
+            require(count >= 0, f"page {page} has {count} holders")
+            require(free[page] <= 1, f"page {page} is free {free[page]} times")
+            require(not (count and free[page]), f"page {page} is free but has {count} holders")
+            require(bool(count or free[page]), f"page {page} is lost: neither free nor held")
+        for page in self._blank:
+            require(page not in self._key_of_page, f"page {page} is blank but has a key")
+        for page in self._cached:
+            require(page in self._key_of_page, f"page {page} is cached but has no key")
+        require(len(self._key_of_page) == len(self._page_of_key), "pages with a key and keys with a page differ")
+        for page, key in self._key_of_page.items():
+            require(self._page_of_key.get(key) == page, f"the key of page {page} does not lead back to it")
+        require(self.reuse or not self._key_of_page, "content is registered though reuse is off")
+        if held is not None:
+            holders = Counter(held)
+            for page in range(self.num_pages):
+                count = self._num_holders[page]
+                require(count == holders[page], f"page {page} counts {count} holders but {holders[page]} hold it")

@@ -1,0 +1,393 @@
+"""The scheduler: decides which prompt chunks to prefill and which requests to decode in the next engine step.
+
+The engine's loop is one step ahead of the results it has seen:
+
+    plan = scheduler.plan()         # assumes that every earlier plan was launched, and counts on its results
+    launch(plan)                    # does not wait
+    for request, tokens in results of the previous launch:
+        scheduler.commit(request, tokens), or scheduler.finish(request) after the last tokens
+
+Launch plans in order. A request may be aborted or finished between two plans. A result counts only if `request.epoch`
+is the same as at the launch.
+
+The rules:
+
+- First come, first served. Every running request is older than every waiting one.
+- Every decoding request is in every plan, until its last token is in flight. Exception: a request with a grammar skips
+  a plan while its previous pass is unseen, because the grammar must read those tokens first.
+- A decoding request that needs a page when none is free preempts the youngest running request, if need be itself. The
+  oldest can take all pages, and a request that needs more is refused, so the oldest always finishes.
+- A waiting request is admitted when there is a free row, and pages for its prompt and its first decode step. It never
+  overtakes an older one.
+- Prefill takes at most `prefill_tokens` per plan, the oldest first. Each request leaves half of the rest to younger
+  ones, so that a short prompt gets through behind long ones.
+- A prefill pass costs about as much as a decode step, however few tokens it has. So while many requests decode, a new
+  one may wait a few plans (`max_delay`) until others can share its pass.
+- Nothing is computed twice at the same time: if an older request is prefilling the page that a request needs next, the
+  request waits for it.
+- A request with prompt_logprobs runs its whole prompt, at most `SCORED_TOKENS` per plan, and reuses no pages.
+
+Prefix caching: pages whose content is in the pool are shared and not prefilled. The drafter's entry at the first
+position behind them reads the target's state of the token before, which is not stored. So prefill starts one token
+early, and does not write that token again. With pages of 4 tokens, and a prompt that begins like one already prefilled:
+
+>>> from peagle.sampling_params import SamplingParams
+>>> scheduler = Scheduler(SchedulerConfig(max_batch=2, max_length=64, prefill_tokens=32), PagePool(20, page_size=4))
+>>> first = Request("first", range(10), SamplingParams(), num_draft_tokens=0, max_length=64)
+>>> scheduler.add(first)
+>>> [(chunk.start, chunk.end, chunk.first_write, chunk.is_last) for chunk in scheduler.plan().chunks]
+[(0, 10, 0, True)]
+>>> second = Request("second", [*range(9), 77, 78], SamplingParams(), num_draft_tokens=0, max_length=64)
+>>> scheduler.add(second)
+>>> [(chunk.start, chunk.end, chunk.first_write, chunk.is_last) for chunk in scheduler.plan().chunks]
+[(7, 11, 8, True)]
+>>> first.pages[:2] == second.pages[:2], set(first.pages[2:]) & set(second.pages[2:])
+(True, set())
+"""
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from peagle.errors import CapacityError, ConfigError, RequestError
+from peagle.scheduling.pages import IntegrityError, PagePool
+from peagle.scheduling.request import Request
+
+DECODES_PER_ADMISSION = 8
+"""A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
+SCORED_TOKENS = 256
+"""Prompt tokens per plan that need logits: these take far more memory than hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batch: int
+    """requests that run at the same time, one row each"""
+    max_length: int
+    """maximum tokens per sequence, prompt plus output"""
+    prefill_tokens: int
+    """maximum prompt tokens per plan"""
+    max_chunks: int = 64
+    """maximum prompts per plan"""
+    max_delay: int = 0
+    """plans that a new request waits, at most, to share its prefill pass with others"""
+    has_drafter: bool = False
+    """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens start .. end - 1 of a request's sequence, to prefill.
+
+    Token i fills the target's KV cache at position i and, together with token i + 1, the drafter's at position i + 1.
+    Positions below `first_write` are in shared pages and must not be written. The last chunk of a sequence emits its
+    next token.
+    """
+
+    request: Request
+    start: int
+    end: int
+    first_write: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One engine step: a prefill pass over the chunks, then a decode step of `decodes`.
+
+    A request whose last chunk is in the plan may decode in the same plan. Page tables change only for requests with a
+    chunk and for those in `grown`.
+    """
+
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Request, ...]
+    grown: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to launch. If requests are left, collect the results in flight before the next plan."""
+        return not (self.chunks or self.decodes)
+
+
+class Scheduler:
+    """Owns the rows, the waiting and the running requests, and the pages they hold."""
+
+    def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
+        self.config = config
+        self.pages = pages
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: dict[str, Request] = {}
+        self._free_rows = list(range(config.max_batch))
+        """a heap: the lowest row is used first"""
+        self._num_arrived = 0
+        self._last_chunks: list[Chunk] = []
+        self._num_delayed = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def waiting(self) -> Collection[Request]:  # live views, oldest first
+        return self._waiting.values()
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def running(self) -> Collection[Request]:
+        return self._running.values()
+
+    # Requests and results ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises if it can never finish."""
+        name = f"request {request.request_id!r}"
+        if request.request_id in self._waiting or request.request_id in self._running:
+            raise RequestError(f"{name} is already being served", hint="use a unique request id")
+        if request.prompt_length >= self.config.max_length:
+            raise CapacityError(
+                f"{name}: a prompt of {request.prompt_length} tokens leaves no room for output "
+                f"(max_length={self.config.max_length})",
+                hint="shorten the prompt, or raise --max-length",
+            )
+        request.max_length = min(request.max_length, self.config.max_length)
+        num_needed = self.pages.pages_for(request.max_length + 2 * request.num_draft_tokens)
+        if num_needed > self.pages.capacity:
+            raise CapacityError(
+                f"{name}: {request.prompt_length} prompt and up to {request.max_length - request.prompt_length} "
+                f"output tokens need {num_needed} pages of {self.pages.page_size} tokens, "
+                f"but the KV cache has {self.pages.capacity}",
+                hint="lower max_tokens, shorten the prompt, or raise --memory-share",
+            )
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at any time; None if there is no such request."""
+        request = self._running.get(request_id) or self._waiting.get(request_id)
+        if request is not None:
+            self.finish(request)
+        return request
+
+    def finish(self, request: Request) -> None:
+        """End a request and free its row and pages. Its results in flight become void."""
+        if request.is_running:
+            self._release(request)
+        else:
+            del self._waiting[request.request_id]
+            request.drop_device_state()
+        request.state = "finished"
+
+    def commit(self, request: Request, new_tokens: Sequence[int], num_passes: int = 1) -> None:
+        """Append `new_tokens`, which `num_passes` passes emitted, to the sequence of a running request."""
+        if num_passes > request.num_in_flight:
+            raise IntegrityError(f"request {request.request_id!r}: no pass in flight can have emitted {new_tokens}")
+        request.num_in_flight -= num_passes
+        request.token_ids += new_tokens
+        # The newest token is not in the KV cache yet. Everything before it is, and is never written again.
+        num_written = len(request.token_ids) - 1
+        fills_page = num_written >= (request.num_registered + 1) * self.pages.page_size
+        if fills_page and (request.num_draft_tokens or not self.config.has_drafter):
+            self._register(request, num_written)
+
+    # The plan ---------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Plan the next engine step, and count it as launched."""
+        for chunk in self._last_chunks:
+            if chunk.request.is_running:
+                self._register(chunk.request, chunk.end)
+        grown: list[Request] = []
+        preempted: list[Request] = []
+        decodes = self._plan_decodes(grown, preempted)
+        # Pages just taken from the youngest request must not go to a younger one, or back to itself.
+        self._last_chunks = chunks = self._plan_chunks(may_admit=not preempted and not self._delays_admission(decodes))
+        for chunk in chunks:
+            if chunk.is_last and chunk.request.wants_decode:
+                chunk.request.num_in_flight += 1
+                decodes.append(chunk.request)
+        return Plan(tuple(chunks), tuple(decodes), tuple(grown), tuple(preempted))
+
+    def _plan_decodes(self, grown: list[Request], preempted: list[Request]) -> list[Request]:
+        """Every decoding request, oldest first, with the pages it needs; may preempt the youngest ones."""
+        decodes = []
+        page_size = self.pages.page_size
+        for request in list(self._running.values()):
+            if request.state != "decode" or not request.wants_decode:
+                continue
+            reach = request.reach(request.num_in_flight)
+            if reach > len(request.pages) * page_size:
+                if not self._grow(request, reach, preempted):
+                    continue
+                grown.append(request)
+            request.num_in_flight += 1
+            decodes.append(request)
+        return decodes
+
+    def _grow(self, request: Request, reach: int, preempted: list[Request]) -> bool:
+        """Allocate pages for `reach` positions of a request; False if the request itself was preempted."""
+        num_new = self.pages.pages_for(reach) - len(request.pages)
+        while num_new > self.pages.num_free:
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            preempted.append(youngest)
+            if youngest is request:
+                return False
+        request.pages += self.pages.allocate(num_new)
+        return True
+
+    def _delays_admission(self, decodes: list[Request]) -> bool:
+        """Whether the few new requests wait one more plan, so that later ones can share their prefill pass."""
+        num_new = min(len(self._waiting), len(self._free_rows))
+        is_few = 0 < num_new < len(decodes) // DECODES_PER_ADMISSION
+        self._num_delayed = self._num_delayed + 1 if is_few and self._num_delayed < self.config.max_delay else 0
+        return self._num_delayed > 0
+
+    def _plan_chunks(self, may_admit: bool) -> list[Chunk]:
+        """Split the prefill budget: each request gets up to half of the rest; what remains goes to the youngest."""
+        num_left, num_scored = self.config.prefill_tokens, SCORED_TOKENS
+        shares: dict[Request, int] = {}
+        keys_in_work: set[bytes] = set()
+        for request in self._prefilling(may_admit):
+            next_keys = request.page_keys[request.num_registered :]
+            if (next_keys and next_keys[0] in keys_in_work) or (request.wants_scores and not num_scored):
+                continue
+            keys_in_work.update(next_keys)
+            half = max(num_left // 2, self.pages.page_size)
+            share = min(len(request.token_ids) - request.num_prefilled, half, num_left)
+            if request.wants_scores:
+                share = min(share, num_scored)
+                num_scored -= share
+            shares[request] = share
+            num_left -= share
+            if not num_left or len(shares) == self.config.max_chunks:
+                break
+        for request in reversed(shares):
+            if request.wants_scores:
+                continue
+            more = min(len(request.token_ids) - request.num_prefilled - shares[request], num_left)
+            shares[request] += more
+            num_left -= more
+        return [self._next_chunk(request, num_tokens) for request, num_tokens in shares.items()]
+
+    def _prefilling(self, may_admit: bool) -> Iterator[Request]:
+        """Requests with tokens to prefill, oldest first; admits waiting ones as the caller iterates."""
+        for request in [request for request in self._running.values() if request.state == "prefill"]:
+            if not request.wants_scores:
+                self._adopt_pages(request, self.pages.match(request.page_keys[request.num_registered :]))
+            yield request
+        while may_admit and (admitted := self._admit_oldest()) is not None:
+            yield admitted
+
+    def _next_chunk(self, request: Request, num_tokens: int) -> Chunk:
+        start, end = request.num_prefilled, request.num_prefilled + num_tokens
+        is_last = end == len(request.token_ids)
+        request.num_prefilled = end
+        if is_last:
+            request.state = "decode"
+            request.num_in_flight += 1
+        return Chunk(request, start, end, max(start, request.write_from), is_last)
+
+    # Rows and pages ---------------------------------------------------------------------------------------------------
+
+    def _admit_oldest(self) -> Request | None:
+        """Give the oldest waiting request a row and pages; None if there is none, or no room for it."""
+        if not self._waiting or not self._free_rows:
+            return None
+        request = next(iter(self._waiting.values()))
+        self.pages.extend_keys(request.page_keys, request.token_ids)
+        shared = [] if request.wants_scores else self.pages.match(request.page_keys)
+        num_pages = self.pages.pages_for(request.reach(1))
+        num_taken = num_pages - sum(self.pages.num_holders(page) > 0 for page in shared)
+        # Leave one page to each running request. They grow first, and would only preempt this one again.
+        if num_taken + len(self._running) > self.pages.num_free:
+            return None
+        del self._waiting[request.request_id]
+        self._running[request.request_id] = request
+        request.row = heapq.heappop(self._free_rows)
+        request.state = "prefill"
+        if request.started_at is None:
+            request.started_at = time.perf_counter()
+        self._adopt_pages(request, shared)
+        request.pages += self.pages.allocate(num_pages - len(shared))
+        return request
+
+    def _adopt_pages(self, request: Request, shared: list[int]) -> None:
+        """Replace the next pages of a request by shared ones with the same content, and skip their prefill."""
+        if not shared:
+            return
+        first, end = request.num_registered, request.num_registered + len(shared)
+        own = request.pages[first:end]
+        self.pages.share(shared)
+        request.pages[first:end] = shared
+        self.pages.release(own)
+        request.num_registered = end
+        request.write_from = end * self.pages.page_size
+        num_prefilled = request.write_from - 1
+        if not request.num_preemptions:
+            request.num_cached_tokens += num_prefilled - request.num_prefilled
+        request.num_prefilled = num_prefilled
+
+    def _preempt(self, request: Request) -> None:
+        """Move a request to the head of the queue. It keeps the tokens the host has seen, and nothing on the device."""
+        self._release(request)
+        request.state = "waiting"
+        request.num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+
+    def _release(self, request: Request) -> None:
+        assert request.row is not None, "the request is running"
+        del self._running[request.request_id]
+        heapq.heappush(self._free_rows, request.row)
+        self.pages.release(request.pages)
+        request.drop_device_state()
+
+    def _register(self, request: Request, num_written: int) -> None:
+        """Make the pages that the first `num_written` tokens fill available to other requests."""
+        if not self.pages.reuse:
+            return
+        num_full = num_written // self.pages.page_size
+        self.pages.extend_keys(request.page_keys, request.token_ids)
+        for index in range(request.num_registered, num_full):
+            self.pages.register(request.pages[index], request.page_keys[index])
+        request.num_registered = max(request.num_registered, num_full)
+
+    def check_idle(self) -> None:
+        """Without requests: raise IntegrityError if pages or rows are still held."""
+        assert not self._waiting and not self._running, "the scheduler is idle"
+        num_held, num_rows = self.pages.num_used, len(self._free_rows)
+        if num_held or num_rows != self.config.max_batch:
+            free = f"{num_rows} of {self.config.max_batch} rows are free"
+            raise IntegrityError(f"scheduler: no requests, but {num_held} pages are held, and {free}")
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError if queues, rows, requests and pages contradict each other."""
+        waiting, running = list(self._waiting.values()), list(self._running.values())
+
+        def require(condition: bool, complaint: str) -> None:
+            if not condition:
+                raise IntegrityError(f"scheduler: {complaint}")
+
+        arrivals = [request.arrival for request in running + waiting]
+        require(arrivals == sorted(set(arrivals)), "the queues are not in order of arrival")
+        rows = self._free_rows + [request.row for request in running if request.row is not None]
+        require(sorted(rows) == list(range(self.config.max_batch)), "rows are lost or held twice")
+        for request in running + waiting:
+            request.check_integrity(self.pages.page_size)
+            require(request.is_running == (request.request_id in self._running), f"{request.request_id!r} is misplaced")
+            for page in request.pages[request.num_registered :]:
+                is_private = self.pages.num_holders(page) == 1 and not self.pages.has_key(page)
+                require(is_private, f"{request.request_id!r} may write to page {page}, which others can read")
+        self.pages.check_integrity(held=[page for request in running for page in request.pages])

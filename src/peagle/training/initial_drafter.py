@@ -1,0 +1,144 @@
+"""The drafter a run starts from: a new one for the target, or an existing one (`--from`)."""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from peagle.checkpoint.card import TargetIdentity, read_card
+from peagle.checkpoint.layouts import weights_files
+from peagle.checkpoint.native import drafter_directory, load_drafter
+from peagle.config import from_mapping
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.create import check_copies, config_for_target, create_drafter
+from peagle.drafter.model import Drafter
+from peagle.drafter.vocab import choose_draft_vocab, vocab_coverage
+from peagle.errors import CheckpointError, ConfigError
+from peagle.objective.config import TrainConfig
+from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
+
+
+def check_initial_drafter(target: HFTarget, config: TrainConfig) -> None:
+    """Reject settings that the target or the `--from` drafter cannot meet. Taps the layers the drafter reads."""
+    if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size {config.draft_vocab_size} exceeds the target's {target.vocab_size}",
+            hint="omit it to draft from the full vocabulary",
+        )
+    if config.from_drafter is not None:
+        _load_earlier(target, config.from_drafter, config)
+        return
+    if config.init == "target" and config.num_layers > target.num_layers:
+        raise ConfigError(
+            f"num_layers {config.num_layers} exceeds the target's {target.num_layers}: too few layers to copy",
+            hint=f"use at most {target.num_layers} layers, or init = random",
+        )
+    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
+    drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    if config.init == "target":
+        check_copies(target, drafter_config)
+
+
+def initial_drafter(
+    target: HFTarget, config: TrainConfig, counts_V: Tensor | None, saved: Mapping[str, Any] = MappingProxyType({})
+) -> Drafter:
+    """A trainable float32 drafter on the target's device. Taps the layers it reads.
+
+    `counts_V`, the token counts of the answers, selects the draft vocabulary if it is smaller than the target's.
+    Resuming with the `saved` settings of a `--from` run needs only its shape: the saved state has the weights.
+    """
+    if "from_facts" in saved:
+        shape = from_mapping(DrafterConfig, saved["drafter_config"], "settings.json: drafter_config")
+        target.tap(shape.aux_layer_ids)
+        return Drafter(shape, target.embedding_VD, target.head_VD).to(target.device)
+    if config.from_drafter is not None:
+        drafter = _load_earlier(target, config.from_drafter, config)
+        drafter.config = dataclasses.replace(drafter.config, num_draft_tokens=config.num_draft_tokens)
+        drafter.card, drafter.repairs = None, ()  # they describe the drafter before this run
+        return drafter.float().requires_grad_(True)
+    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
+    drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    offsets_U = None
+    if counts_V is not None and drafter_config.draft_vocab_size < drafter_config.vocab_size:
+        offsets_U = choose_draft_vocab(counts_V, drafter_config.draft_vocab_size)
+    return create_drafter(target, drafter_config, config.init, config.seed, offsets_U)
+
+
+def draft_vocab_facts(drafter: Drafter, counts_V: Tensor) -> dict[str, Any]:
+    """Size and coverage of a reduced draft vocabulary, also logged. Empty for the full vocabulary."""
+    size, vocab_size = drafter.config.draft_vocab_size, drafter.config.vocab_size
+    if size == vocab_size:
+        return {}
+    coverage = vocab_coverage(counts_V, drafter.d2t.cpu())
+    log.info("draft vocabulary: %d of %d tokens, covers %.2f%% of the answers", size, vocab_size, 100 * coverage)
+    return {"draft_vocab": {"size": size, "coverage": round(coverage, 6)}}
+
+
+def earlier_facts(target: HFTarget, path: Path) -> dict[str, Any]:
+    """Name, weight hash and training history of the `--from` drafter, for the card. Reads all its weights."""
+    directory = drafter_directory(path, target)
+    digest = hashlib.sha256()
+    for file in weights_files(directory):
+        digest.update(file.read_bytes())
+    facts: dict[str, Any] = {"name": directory.name, "weights": digest.hexdigest()[:32]}
+    card = read_card(directory)
+    if card is not None:
+        facts |= {"training": card.training, "num_answer_tokens": card.data.get("num_answer_tokens")}
+    return facts
+
+
+def _switches(config: TrainConfig) -> dict[str, Any]:
+    same = ("num_draft_tokens", "mask_token_id", "draft_vocab_size", "fc_norm", "norm_before_fc", "embeddings")
+    return {name: getattr(config, name) for name in same} | {
+        "parallel": config.method == "p-eagle",
+        "norm_output": config.method == "eagle3" and config.norm_output,
+    }
+
+
+def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Drafter:
+    try:
+        # A fine-tuned target has other weights, which is fine. Another tokenizer is not.
+        card = read_card(drafter_directory(directory, target))
+        is_mismatch = card is not None and card.target.tokenizer != TargetIdentity.of(target).tokenizer
+        drafter = load_drafter(directory, target, allow_mismatch=not is_mismatch)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"cannot train from {directory}: {error.message}",
+            hint="pass --from a drafter for a target of the same tokenizer and width, or omit --from",
+        ) from error
+    if drafter.config.sliding_layers:
+        raise ConfigError(
+            f"cannot train from {directory}: it uses sliding-window attention ({drafter.config.sliding_window} tokens)",
+            hint="such drafters can be served and exported but not trained; omit --from to start a new one",
+        )
+    differing = [
+        f"{name} is {earlier!r} there, {wanted!r} in the settings"
+        for name, (earlier, wanted) in _shapes(drafter, config, target).items()
+        if earlier != wanted
+    ]
+    if differing:
+        raise ConfigError(
+            f"cannot train from {directory}: its shape differs: {'; '.join(differing)}",
+            hint="use that drafter's settings, or omit --from to start a new drafter",
+        )
+    return drafter
+
+
+def _shapes(drafter: Drafter, config: TrainConfig, target: HFTarget) -> dict[str, tuple[Any, Any]]:
+    """By setting: the drafter's value and the configured one. Unset settings take the drafter's."""
+    has = drafter.config
+    names = ["method", "num_layers", "fc_norm", "norm_before_fc", "embeddings"]
+    names += ["norm_output"] if config.method == "eagle3" else []
+    names += ["mask_token_id"] if config.mask_token_id is not None else []
+    pairs = {name: (getattr(has, name), getattr(config, name)) for name in names}
+    pairs["draft_vocab_size"] = (has.draft_vocab_size, config.draft_vocab_size or target.vocab_size)
+    if config.aux_layer_ids is not None:
+        pairs["aux_layer_ids"] = (list(has.aux_layer_ids), list(config.aux_layer_ids))
+    return pairs

@@ -1,0 +1,209 @@
+"""Find the target and the drafter that vLLM should load. `form.py` converts the drafter if needed."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from peagle.checkpoint.card import CARD_NAME
+from peagle.checkpoint.config_json import is_parallel, read_values, trained_draft_tokens
+from peagle.checkpoint.layouts import CONFIG_NAME, complete_directory, tensor_types, vllm_name
+from peagle.errors import CheckpointError, ConfigError, first_line
+from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, check_spelling, find
+from peagle.vllm.command import DrafterFacts, Layout
+
+log = logging.getLogger(__name__)
+
+HYBRID = ("GptOss", "Gemma")
+"""Prefixes of architectures that mix sliding-window and full attention."""
+NORMS = ("fc_norm", "norm_output")
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and its drafter."""
+
+    target: str
+    """a directory or a Hugging Face id"""
+    name: str
+    directory: Path | None
+    """of the target; None if it is not on this machine"""
+    drafter: DrafterFacts | None = None
+    drafter_name: str | None = None
+    acceptance: Mapping[str, Any] = field(default_factory=dict)
+    """the measurements on the drafter's card"""
+    architecture: str | None = None
+    """from the catalog"""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The target's config.json, with its text_config merged in; empty if it is not on this machine."""
+        if self.directory is None or not (self.directory / CONFIG_NAME).is_file():
+            return {}
+        values = read_json(self.directory / CONFIG_NAME)
+        return values | (values.get("text_config") or {})
+
+    @property
+    def max_length(self) -> int | None:
+        return self.config.get("max_position_embeddings")
+
+    @property
+    def is_hybrid(self) -> bool:
+        if self.directory is None:
+            return (self.architecture or "").startswith(HYBRID)
+        return len(set(self.config.get("layer_types") or ())) > 1
+
+
+def find_models(
+    target: str | None,
+    drafter: str | None,
+    *,
+    wants_drafter: bool = True,
+    max_length: int | None = None,
+    here: bool = True,
+) -> Models:
+    """Find a target and its drafter by path, catalog name or Hugging Face id.
+
+    A GGUF target is converted first, once. With `here` a drafter on the hub is fetched to read its files; without it,
+    the catalog or the drafter's config.json on the hub has to do.
+    """
+    name = target or DEFAULT_TARGET
+    entry = find(name)
+    models = _find_target(name, entry)
+    if entry is not None and entry.package is not None and not _is_name(name, entry):
+        entry = None  # its drafters fit the weights in the package, not those on the hub
+    if not wants_drafter:
+        return models
+    source = _find_drafter(drafter, entry, max_length)
+    if source is None:
+        log.info("no known drafter for %s: plain decoding", models.name)
+        return models
+    listed = None if isinstance(source, str) else source
+    where = source if isinstance(source, str) else _source_of(source, models.name)
+    path = Path(where).expanduser()
+    directory: Path | None = None
+    if path.is_dir():
+        directory = complete_directory(path.resolve())
+        facts = facts_of(directory)
+    elif listed is not None and listed.where in ("package", "directory"):
+        what = f"the drafter {listed.variant!r} of {models.name}"
+        raise CheckpointError(f"{what} is not at {path}", hint="pass --drafter DIR")
+    elif here:
+        from peagle.targets.hub import fetch
+
+        directory = fetch(where, what="drafter")
+        facts = facts_of(directory, where)
+    else:
+        facts = DrafterFacts(where, listed.method == "p-eagle") if listed is not None else _published(where)
+    if listed is not None:
+        trained = facts.trained_draft_tokens or listed.trained_draft_tokens
+        facts = replace(facts, trained_draft_tokens=trained, advised_draft_tokens=listed.num_draft_tokens)
+    acceptance = card_values(directory).get("acceptance") or {} if directory is not None else {}
+    return replace(models, drafter=facts, drafter_name=path.name, acceptance=acceptance)
+
+
+def _find_target(name: str, entry: CatalogEntry | None) -> Models:
+    """The target of that name. A catalog name may mean a quantized copy; an id or a path means exactly itself."""
+    if entry is not None and _is_name(name, entry):
+        if entry.package is None and not Path(entry.target).expanduser().is_dir():
+            return Models(entry.quantized_target or entry.target, entry.name, None, architecture=entry.architecture)
+        return _converted(entry.name, entry.name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Models(str(path.resolve()), path.resolve().name, path.resolve())
+    if path.exists():
+        return _converted(name, path.stem)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(f"no target at {name!r}", hint="give a directory, a GGUF file, a catalog name or a hub id")
+    if entry is None:
+        check_spelling(name)
+    return Models(name, name, None, architecture=None if entry is None else entry.architecture)
+
+
+def _is_name(name: str, entry: CatalogEntry) -> bool:
+    """Whether `name` is the catalog name, not the id of its target or of the quantized copy."""
+    return name.lower() == entry.name
+
+
+def _converted(name: str, short: str) -> Models:
+    from peagle.targets.load import find_target
+
+    directory = find_target(name).resolve()
+    return Models(str(directory), short, directory)
+
+
+def _find_drafter(
+    drafter: str | None, entry: CatalogEntry | None, max_length: int | None
+) -> CatalogDrafter | str | None:
+    """A catalog drafter, a directory or a Hugging Face id; None if none is given and none is known."""
+    if drafter is None:
+        return entry.drafter(max_length=max_length) if entry is not None and entry.drafters else None
+    if Path(drafter).expanduser().is_dir():
+        return drafter
+    for each in entry.drafters if entry is not None else ():
+        if drafter in (each.variant, each.source):
+            return each
+    if (ASSETS / drafter).is_dir():
+        return str(ASSETS / drafter)
+    if drafter.count("/") != 1 or drafter.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"{drafter} is neither a directory nor a known drafter",
+            hint="pass a drafter's directory, its Hugging Face id or a variant in `peagle catalog`",
+        )
+    return drafter
+
+
+def _source_of(drafter: CatalogDrafter, target: str) -> str:
+    drafter.check_public(target)
+    assert drafter.source is not None
+    return str(ASSETS / drafter.source) if drafter.where == "package" else drafter.source
+
+
+def _published(model_id: str) -> DrafterFacts:
+    """Facts from a drafter's config.json on the hub; its kind stays unknown if that cannot be fetched."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(model_id, allow_patterns=[CONFIG_NAME, CARD_NAME]))
+        if not (directory / CONFIG_NAME).is_file():
+            raise FileNotFoundError("no such file")
+    except Exception as error:  # no network, offline, gated or unknown: the user can still tell the kind
+        log.warning("%s: cannot fetch its %s: %s", model_id, CONFIG_NAME, first_line(error))
+        return DrafterFacts(model_id, parallel=None)
+    return facts_of(directory, model_id)
+
+
+def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
+    """Facts from the files of a drafter directory. Reads headers, no weights."""
+    values = read_values(directory / CONFIG_NAME)
+    layout: Layout = "vllm" if values.get("speculators_model_type") is None else "speculators"
+    names = {vllm_name(name) for name in tensor_types(directory) or ()}
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    return DrafterFacts(
+        model=model or str(directory),
+        parallel=is_parallel(values, names),
+        trained_draft_tokens=card_values(directory).get("num_draft_tokens") or trained_draft_tokens(values),
+        max_length=values.get("max_position_embeddings"),
+        num_heads=values.get("num_attention_heads"),
+        layout=layout,
+        norms=tuple(name for name in NORMS if values.get(name)),
+        uses_mrope="mrope_section" in rope,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="it is corrupt; copy it again") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def card_values(directory: Path) -> dict[str, Any]:
+    """The drafter's card; empty if it has none."""
+    path = directory / CARD_NAME
+    return read_json(path) if path.is_file() else {}

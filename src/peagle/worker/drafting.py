@@ -1,0 +1,239 @@
+"""Drafting: the drafter reads the newly accepted tokens with the target's hidden states and proposes K more.
+
+A P-EAGLE drafter (`config.parallel`) proposes all K tokens in one pass, from mask slots behind the last anchor. An
+EAGLE-3 drafter runs K passes: from the second on, its own token and state take the place of the target's.
+
+The drafter's entry that reads token i (anchor i - 1) is stored at index i of the request's pages. A page then depends
+only on the tokens up to its end, so requests with the same prefix can share it.
+
+Shapes: B requests, K draft tokens, N slots of a pass, S slots of one request, T tokens, D drafter width, P pages per
+request, C chunks, A width of the concatenated hidden states (aux) of the target.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peagle.drafter.model import Attend, Drafter
+from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
+from peagle.kernels.compiler import Compile
+from peagle.kernels.likeliest import likeliest
+from peagle.targets.paged import Memory
+from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
+from peagle.worker.row_state import RowState
+from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
+
+
+class DrafterBatch(NamedTuple):
+    """Slots of one drafter pass: their places in the KV cache and the inputs of the layers."""
+
+    paged_rows: PagedRows
+    fused_1ND: Tensor
+    embedding_1ND: Tensor
+    rotary: tuple[Tensor, Tensor]
+    last_B: Tensor
+    """the slot of each request's last anchor; the mask slots of that anchor follow it"""
+
+
+class Draft(NamedTuple):
+    """Draft tokens, their log-probabilities, and the drafter states they come from."""
+
+    tokens_BK: Tensor
+    logprob_BK: Tensor
+    state_BKD: Tensor
+
+
+class Drafting:
+    """A drafter over its KV cache. It writes the newest token and its drafts into the rows.
+
+    Each pass has three parts: build the slots, run the layers, choose the tokens. `compile` is applied to the first and
+    the last, which are many small operations; the runner compiles the layers.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_draft_tokens: int,
+        state: RowState,
+        memory: Memory,
+        max_position: int,
+        compile: Compile,
+        needs_confidence: bool,
+    ) -> None:
+        self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
+        self.state, self.memory = state, memory
+        self.page_size, self.max_position = memory[0][0].shape[1], max_position
+        self.needs_confidence = needs_confidence
+        with torch.no_grad():
+            mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
+            self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
+        self._run_fuse = compile(drafter.fuse)
+        self._run_accepted_slots = compile(self._accepted_slots)
+        self._run_decode_slots = compile(self._decode_slots)
+        self._run_prompt_slots = compile(self._prompt_slots)
+        self._run_choose = compile(self._choose)
+        self._run_store = compile(self._store)
+
+    @property
+    def num_depths(self) -> int:
+        """Draft tokens per drafter pass."""
+        return self.num_draft_tokens if self.drafter.config.parallel else 1
+
+    def after_decode(self, rows_B: Tensor, batch: VerifyBatch, accepted: Accepted, aux_NA: Tensor) -> None:
+        """Draft behind the tokens that a verification pass accepted."""
+        _, known_BL1, next_B1, num_accepted_B = accepted
+        if not rows_B.is_cuda:
+            # On a CPU shapes may depend on values, so drop the tokens that no request accepted.
+            num_kept = int(num_accepted_B.max()) + 1
+            aux_NA, known_BL1 = aux_NA[batch.place_BL[:, :num_kept].flatten()], known_BL1[:, : num_kept + 1]
+            batch = batch._replace(place_BL=torch.arange(len(aux_NA)).view(-1, num_kept))
+        slots = self._run_accepted_slots(batch, num_accepted_B, known_BL1, self._run_fuse(aux_NA))
+        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
+        draft = self._draft(slots, table_BP, first_anchor_B + num_accepted_B)
+        self._run_store(rows_B, next_B1, draft.tokens_BK, draft.logprob_BK)
+
+    def after_prefill(self, chunks: Chunks, layout: ChunkLayout, first: FirstTokens, aux_NA: Tensor) -> None:
+        """Fill the drafter's KV cache for the chunks, and draft behind those that end their sequence."""
+        slots = self._run_prompt_slots(chunks, layout.index_N, layout.end_C, first.next_C1, self._run_fuse(aux_NA))
+        # Drafts behind a chunk that does not end its sequence are discarded.
+        table_CP = layout.paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
+        draft = self._draft(slots, table_CP, layout.end_C - 1)
+        self._run_store(first.rows_C, first.next_C1, draft.tokens_BK, draft.logprob_BK)
+
+    def _draft(self, batch: DrafterBatch, table_BP: Tensor, last_anchor_B: Tensor) -> Draft:
+        """Run the slots of the new anchors, and draft from the last anchor of each request."""
+        draft: Draft = self._run_choose(self._run_layers(batch), batch.last_B, self.num_depths)
+        drafts = [draft]
+        one_B = torch.ones_like(last_anchor_B)
+        for depth in range(self.num_depths, self.num_draft_tokens):
+            # EAGLE-3: the drafter's own token and state take the place of the target's.
+            tokens_B2 = draft.tokens_BK.expand(-1, 2)
+            batch = self._run_decode_slots(table_BP, last_anchor_B + depth, one_B, tokens_B2, draft.state_BKD)
+            draft = self._run_choose(self._run_layers(batch), batch.last_B, 1)
+            drafts.append(draft)
+        tokens_BK = torch.cat([each.tokens_BK for each in drafts], dim=1)
+        return Draft(tokens_BK, torch.cat([each.logprob_BK for each in drafts], dim=1), draft.state_BKD)
+
+    # Building slots ---------------------------------------------------------------------------------------------------
+
+    def _accepted_slots(
+        self, batch: VerifyBatch, num_accepted_B: Tensor, known_BL1: Tensor, fused_ND: Tensor
+    ) -> DrafterBatch:
+        """Slots for the tokens that a verification pass accepted."""
+        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
+        return self._decode_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_ND[batch.place_BL])
+
+    def _decode_slots(
+        self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
+    ) -> DrafterBatch:
+        """Slots of a decode step.
+
+        Column t of `token_ids_BT` and `fused_BTD` belongs to index first_anchor + t, as in `slot_inputs`.
+        """
+        slots = batch_serving_slots(first_anchor_B, num_anchors_B, fused_BTD.shape[1], self.num_depths)
+        num_requests, num_slots = slots.depth_BS.shape
+        first_slot_B1 = torch.arange(num_requests + 1, device=table_BP.device) * num_slots
+        cell_BS = cells(table_BP, slots.position_BS + 1, self.page_size)
+        cell_N = cell_BS.masked_fill(slots.depth_BS == PADDING, WASTE_PAGE).flatten()
+        paged_rows = PagedRows(table_BP, first_slot_B1, first_anchor_B + 1, cell_N, cell_N.new_empty(num_slots, 0))
+        last_B = first_slot_B1[:-1] + num_anchors_B - 1
+        return self._drafter_batch(slots, paged_rows, token_ids_BT, fused_BTD, first_anchor_B[:, None], last_B)
+
+    def _prompt_slots(
+        self, chunks: Chunks, index_N: Tensor, end_C: Tensor, next_C1: Tensor, fused_ND: Tensor
+    ) -> DrafterBatch:
+        """Slots of a prefill pass: every anchor of the chunks, and the mask slots behind the last anchor of each."""
+        is_end_N = (chunks.is_last_C[chunks.chunk_N] != 0) & (index_N == end_C[chunks.chunk_N] - 1)
+        next_N = torch.where(is_end_N, next_C1[chunks.chunk_N, 0], chunks.next_ids_N)
+        slots, chunk_S, token_S, first_slot_C1 = packed_serving_slots(
+            chunks.start_C, chunks.first_token_C1, len(next_N), self.num_depths
+        )
+        depth_S, position_S = slots.depth_BS[0], slots.position_BS[0]
+        is_kept_S = torch.where(
+            depth_S == 0, position_S + 1 >= chunks.first_write_C[chunk_S], chunks.is_last_C[chunk_S] != 0
+        )
+        table_CP = self.state.page_table[chunks.row_C]
+        cell_S = cells(table_CP[chunk_S], position_S[:, None] + 1, self.page_size).flatten()
+        cell_S = cell_S.masked_fill(~is_kept_S | (depth_S == PADDING), WASTE_PAGE)
+        span_S0 = index_N.new_empty(len(cell_S), 0)
+        paged_rows = PagedRows(table_CP, first_slot_C1, chunks.start_C + 1, cell_S, span_S0)
+        last_C = (first_slot_C1[:-1] + chunks.first_token_C1.diff() - 1).clamp_min(0)
+        # `slot_inputs` reads the token after token t from column t + 1.
+        text_1N1 = functional.pad(next_N, (1, 0))[None]
+        return self._drafter_batch(slots, paged_rows, text_1N1, fused_ND[None], slots.anchor_BS - token_S, last_C)
+
+    def _drafter_batch(
+        self,
+        slots: Slots,
+        paged_rows: PagedRows,
+        token_ids_BT: Tensor,
+        fused_BTD: Tensor,
+        offset_BS: Tensor,
+        last_B: Tensor,
+    ) -> DrafterBatch:
+        """The inputs of the layers for these slots; arguments as in `slot_inputs`."""
+        fused_mask_D = self.fused_mask_D if self.drafter.config.parallel else fused_BTD[0, 0]
+        token_ids_BS, fused_BSD = slot_inputs(
+            slots, token_ids_BT, fused_BTD, self.drafter.config.mask_token_id or 0, fused_mask_D, offset_BS
+        )
+        fused_1ND = fused_BSD.flatten(0, 1)[None]
+        position_1N = slots.position_BS.reshape(1, -1).clamp_max(self.max_position)
+        embedding_1ND, rotary = self.drafter.layer_inputs(token_ids_BS.reshape(1, -1), fused_1ND, position_1N)
+        return DrafterBatch(paged_rows, fused_1ND, embedding_1ND, rotary, last_B)
+
+    # Running the layers -----------------------------------------------------------------------------------------------
+
+    def _run_layers(self, batch: DrafterBatch) -> Tensor:
+        paged_rows, window = on_host(batch.paged_rows), self.drafter.config.window
+
+        def attention_of(layer: int) -> Attend:
+            return partial(_attend_pages, *self.memory[layer], paged_rows, window(layer))
+
+        return self.drafter.run_layers(batch.fused_1ND, batch.embedding_1ND, batch.rotary, attention_of)
+
+    # Choosing tokens --------------------------------------------------------------------------------------------------
+
+    def _choose(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> Draft:
+        """The most likely token of each of the last slots of each request."""
+        slots_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
+        normed_BKD, state_BKD = self.drafter.layer_outputs(state_1ND[0, slots_BK])
+        logits_BKV = self.drafter.logits(normed_BKD)
+        if not self.needs_confidence and not logits_BKV.is_cuda:
+            tokens_BK, logprob_BK = logits_BKV.argmax(-1), logits_BKV.new_zeros(slots_BK.shape)
+        else:
+            tokens_BK, logprob_BK = (each_N.view(slots_BK.shape) for each_N in likeliest(logits_BKV.flatten(0, 1)))
+        return Draft(self.drafter.to_target_ids(tokens_BK), logprob_BK, state_BKD)
+
+    def _store(self, rows_B: Tensor, next_B1: Tensor, drafts_BK: Tensor, logprob_BK: Tensor) -> None:
+        """Write the newest token, its drafts and their confidence into the rows."""
+        self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
+        if self.needs_confidence:
+            self.state.confidence.index_copy_(0, rows_B, logprob_BK.cumsum(1))
+
+
+def _attend_pages(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    paged_rows: PagedRows,
+    window: int,
+    query_1HNE: Tensor,
+    key_1GNE: Tensor,
+    value_1GNE: Tensor,
+) -> Tensor:
+    """Attention of a drafter layer. Index 0 of a sequence is empty: no slot reads its first token."""
+    attended_NHE = paged_attention(
+        query_1HNE[0].transpose(0, 1),
+        key_1GNE[0].transpose(0, 1),
+        value_1GNE[0].transpose(0, 1),
+        key_pages,
+        value_pages,
+        paged_rows,
+        scale=query_1HNE.shape[-1] ** -0.5,
+        window=window,
+        first_key=1,
+    )
+    return attended_NHE.transpose(0, 1)[None]

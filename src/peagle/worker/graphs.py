@@ -1,0 +1,104 @@
+"""Compiling parts of a step, and capturing whole steps as CUDA graphs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from peagle.kernels import skinny_linear
+from peagle.kernels.compiler import compiled
+from peagle.kernels.skinny_linear import join_sums
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CaptureCost:
+    """Cost of capturing at start-up: graphs, seconds, and bytes of device memory that the graphs hold."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+class CaptureError(RuntimeError):
+    """A pass runs but cannot be captured, because it synchronizes with the device."""
+
+
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any batch size. A function has few variants: 0, 1 or more rows, kinds of layers."""
+    return compiled(function, dynamic=True)
+
+
+class JoinSums(CustomGraphPass):
+    """`join_sums` as a pass of Inductor, with a uuid so that its compile cache works."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        join_sums(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((skinny_linear.__file__,))
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    with (
+        torch._inductor.config.patch(
+            {
+                "combo_kernels": True,  # fuse independent small kernels into one launch
+                "post_grad_custom_post_pass": JoinSums(),
+                "triton.enable_pdl": True,  # programmatic dependent launch, as in our own kernels
+            }
+        ),
+        torch.fx.experimental._config.patch(  # type: ignore[attr-defined]  # installed at import
+            use_duck_shape=False
+        ),
+    ):
+        yield
+
+
+def capture(run: Callable[[], T], pool: Any) -> Callable[[], T]:
+    """Capture `run` as a CUDA graph and return its replay. Two warm-up runs come first: the first one compiles."""
+    stream = _warm_up_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), compiler_settings():
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with compiler_settings(), torch.cuda.graph(graph, pool=pool):
+            result = run()
+    except RuntimeError as error:
+        # If a pass fails, ending the capture fails too. The first error is the cause.
+        first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        if isinstance(first, torch.cuda.OutOfMemoryError):
+            raise first from None
+        raise CaptureError(str(first).partition("\n")[0]) from error
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def replay_seconds(replay: Callable[[], Any], num_replays: int) -> float:
+    """Device time per replay, averaged over `num_replays` in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(num_replays):
+        replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / num_replays
+
+
+@cache
+def _warm_up_stream(device: int) -> torch.cuda.Stream:
+    """One stream for all captures: libraries keep a workspace of tens of megabytes per stream."""
+    return torch.cuda.Stream(device)

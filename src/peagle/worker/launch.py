@@ -1,0 +1,121 @@
+"""A plan in flight on the device, and its results.
+
+Shapes: B requests of a pass, L tokens per request, E = L + 2, N rows of logits, V vocabulary, S scored prompt tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.scheduling.request import Request, TokenLogprobs
+from peagle.scheduling.scheduler import Chunk
+from peagle.worker.logprobs import LaunchLogprobs, LogprobSpan
+
+
+class PassResult(NamedTuple):
+    """Output of a pass, on the device."""
+
+    emitted_BE: Tensor
+    """for each request: number of emitted tokens, number of verified drafts, then at least that many tokens"""
+    logits_NV: Tensor
+    """the target's logits, before any adjustment"""
+    place_BL: Tensor
+    """the row of the logits that each token of each request comes from"""
+    scored_logits_SV: Tensor | None = None
+    """logits of the prompt tokens that `Prefill` was asked to score"""
+
+
+class Emission(NamedTuple):
+    """Tokens that one pass emitted for one request. Void if the request has another epoch by now."""
+
+    request: Request
+    epoch: int
+    token_ids: list[int]
+    num_drafts: int
+    """draft tokens that were verified; 0 for prefill and plain decoding"""
+    logprobs: list[TokenLogprobs] | None
+    is_prefill: bool = False
+    draft_ids: list[int] | None = None
+    """for a request with a grammar: the drafts behind the newest token"""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of the prompt tokens of one chunk. Void if the request has another epoch by now."""
+
+    request: Request
+    epoch: int
+    first: int
+    """index in the prompt of the first of these tokens"""
+    logprobs: LogprobSpan
+
+
+@dataclass
+class Pass:
+    """One pass of a launch: its requests, and host tensors that hold the results once the launch is done."""
+
+    requests: list[Request]
+    epochs: list[int]
+    emitted: Tensor
+    """a line per chunk or request: number of tokens, number of verified drafts, then the tokens"""
+    lines: list[int]
+    """the line of each request in `emitted`"""
+    is_decode: bool
+    logprobs: dict[int, LogprobSpan] = field(default_factory=dict)
+    """by place in `requests`"""
+    scores: list[PromptScores] = field(default_factory=list)
+    newest: dict[int, Tensor] = field(default_factory=dict)
+    """for requests with a grammar, by place in `requests`: the newest token and its drafts"""
+
+    def add_logprobs(self, result: PassResult, logprobs: LaunchLogprobs) -> None:
+        """Compute the log-probabilities of the emitted tokens for the requests that ask for them."""
+        for index, (request, line) in enumerate(zip(self.requests, self.lines, strict=True)):
+            if request.params.logprobs is not None:
+                logits_LV = result.logits_NV[result.place_BL[line]]
+                self.logprobs[index] = logprobs.add(logits_LV, result.emitted_BE[line, 2:], request.params.logprobs)
+
+    def add_scores(self, result: PassResult, logprobs: LaunchLogprobs, scored: list[tuple[Chunk, range]]) -> None:
+        """Compute the log-probabilities of the prompt tokens of these chunks."""
+        num_done = 0
+        for chunk, places in scored:
+            request, first = chunk.request, chunk.start + 1
+            assert result.scored_logits_SV is not None and request.params.prompt_logprobs is not None
+            logits_SV = result.scored_logits_SV[num_done : num_done + len(places)]
+            token_ids_S = torch.tensor(request.token_ids[first : first + len(places)], device=logits_SV.device)
+            span = logprobs.add(logits_SV, token_ids_S, request.params.prompt_logprobs)
+            self.scores.append(PromptScores(request, request.epoch, first, span))
+            num_done += len(places)
+
+    def emissions(self) -> Iterator[Emission]:
+        emitted = self.emitted.tolist()
+        for index, (request, epoch, line) in enumerate(zip(self.requests, self.epochs, self.lines, strict=True)):
+            count, num_drafts, *tokens = emitted[line]
+            logprobs = self.logprobs[index].to_list()[:count] if index in self.logprobs else None
+            draft_ids = self.newest[index].tolist()[1:] if index in self.newest else None
+            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs, not self.is_decode, draft_ids)
+
+
+@dataclass
+class Launch:
+    """A plan in flight. `collect` waits for it."""
+
+    passes: list[Pass]
+    done: Any
+    """CUDA event; None on a CPU, like `started`"""
+    started: Any = None
+
+    def collect(self) -> list[Emission]:
+        """Wait for the device, and return what the passes emitted, prefill first."""
+        if self.done is not None:
+            self.done.synchronize()
+        return [emission for each in self.passes for emission in each.emissions()]
+
+    def scores(self) -> list[PromptScores]:
+        """Log-probabilities of prompts. Call `collect` first."""
+        return [scores for each in self.passes for scores in each.scores]
+
+    def device_seconds(self) -> float | None:
+        """Time on the device; None on a CPU. Call `collect` first."""
+        return None if self.started is None else self.started.elapsed_time(self.done) / 1000

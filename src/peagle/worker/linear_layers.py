@@ -1,0 +1,102 @@
+"""Linear layers of both models, prepared for the few tokens of a decode step, and restored afterwards.
+
+On a GPU, layers that read the same input are joined with each other and with the gates behind them. On a CPU they are
+joined and their weights packed.
+
+Shapes: V vocabulary, D model width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from peagle.drafter.model import Drafter
+from peagle.kernels.joined_linear import join_linears, joined_groups, part_linears
+from peagle.kernels.linear import pack_linears, unpack_linears
+from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
+from peagle.targets.fusing import fuse
+from peagle.targets.hf import HFTarget
+
+Undo = Callable[[], None]
+
+
+@torch.no_grad()
+def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
+    """On a GPU: fewer and faster kernel launches for a few tokens. Call the result to undo it."""
+    steps: list[Undo] = []
+
+    def undo() -> None:
+        for step in reversed(steps):
+            step()
+        steps.clear()
+
+    models: list[nn.Module] = [target.model] if drafter is None else [target.model, drafter]
+    try:
+        for model in models:
+            steps.append(partial(part_linears, model))
+            join_linears(model)
+            steps.append(partial(use_plain_linears, model))
+            use_skinny_linears(model)
+            steps.append(fuse(model))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+@torch.no_grad()
+def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_rows: int) -> Undo:
+    """On a CPU: join layers that read the same input, and pack all for steps of `num_rows` to `most_rows` tokens.
+
+    The drafter shares the target's packed head. Call the result to undo all of it.
+    """
+    models: list[nn.Module] = [target.model] if drafter is None else [target.model, drafter]
+
+    def undo() -> None:
+        if drafter is not None:
+            drafter.serve_head(None)
+        for model in models:
+            unpack_linears(model)
+            part_linears(model)
+
+    try:
+        for model in models:
+            join_linears(model)
+        groups = [group for model in models for group in joined_groups(model)]
+        joined = nn.ModuleList(_linear(group.weight, group.bias) for group in groups)
+        heads = nn.ModuleList() if drafter is None else nn.ModuleList(_own_heads(drafter))
+        # One call for both models, so that a shape they share is timed once.
+        pack_linears(nn.ModuleList([*models, joined, heads]), num_rows, most_rows)
+        for group, linear in zip(groups, joined, strict=True):
+            group.packed = linear
+        if drafter is not None:
+            _share_head(target, drafter, heads)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer that wraps existing tensors."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _own_heads(drafter: Drafter) -> list[nn.Linear]:
+    """The target's head restricted to the draft vocabulary, as a layer; empty if the drafter uses the whole head."""
+    config = drafter.config
+    is_part = config.head == "shared" and config.draft_vocab_size < config.vocab_size
+    return [_linear(drafter.head_VD, None)] if is_part else []
+
+
+def _share_head(target: HFTarget, drafter: Drafter, heads: nn.ModuleList) -> None:
+    shared = drafter.lm_head if drafter.config.head == "own" else target.model.get_output_embeddings()
+    head = heads[0] if len(heads) else shared
+    if isinstance(head, nn.Linear) and getattr(head, "bias", None) is None:
+        drafter.serve_head(head)

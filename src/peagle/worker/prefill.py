@@ -1,0 +1,106 @@
+"""Prefill: run chunks of prompts through the target and the drafter, and emit the first token of finished prompts.
+
+One pass takes chunks of several requests. It fills both KV caches. For a chunk that ends its sequence it leaves the row
+as a decode step does: with a newest token and its drafts.
+
+Shapes: N tokens, C chunks, S tokens whose logits are kept for prompt_logprobs, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.attention import WASTE_PAGE, PagedRows
+from peagle.kernels.compiler import Compile
+from peagle.targets.paged import Memory, PagedTarget
+from peagle.worker.adjustments import Adjustments
+from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
+from peagle.worker.drafting import Drafting
+from peagle.worker.launch import PassResult
+from peagle.worker.row_state import RowState
+from peagle.worker.verify_batch import cells
+
+
+class Prefill:
+    """Prefill passes over the target's KV cache. `compile` is applied to what runs before and after the layers."""
+
+    def __init__(
+        self,
+        target: PagedTarget,
+        drafting: Drafting | None,
+        state: RowState,
+        memory: Memory,
+        max_position: int,
+        compile: Compile,
+    ) -> None:
+        self.target, self.drafting, self.state, self.memory = target, drafting, state, memory
+        self.page_size, self.max_position = memory[0][0].shape[1], max_position
+        self._run_lay_out = compile(self._lay_out)
+        self._run_first_tokens = compile(self._first_tokens)
+        self._run_first_tokens_adjusted = compile(self._first_tokens_adjusted)
+
+    def __call__(
+        self, chunks: Chunks, adjustments: Adjustments | None = None, scored_S: Tensor | None = None
+    ) -> PassResult:
+        """Run chunks. Pass `adjustments` if a request among them adjusts its logits.
+
+        `scored_S` are tokens, among the N, whose logits are returned too.
+        """
+        layout: ChunkLayout = self._run_lay_out(chunks)
+        last_C = layout.last_C
+        logits_RV, aux_NA = self.target.forward(
+            chunks.token_ids_N,
+            layout.position_N,
+            self.memory,
+            layout.paged_rows,
+            last_C if scored_S is None else torch.cat([last_C, scored_S]),
+            has_aux=self.drafting is not None,
+        )
+        logits_CV = logits_RV[: len(last_C)]
+        first: FirstTokens
+        if adjustments is None:
+            first = self._run_first_tokens(chunks, layout.end_C, logits_CV)
+        else:
+            first = self._run_first_tokens_adjusted(chunks, layout.end_C, logits_CV, adjustments)
+        place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
+        scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
+        if self.drafting is None:
+            self.state.tokens.index_copy_(0, first.rows_C, first.next_C1)
+        else:
+            assert aux_NA is not None, "requested by has_aux"
+            self.drafting.after_prefill(chunks, layout, first, aux_NA)
+        return PassResult(first.emitted_C3, logits_CV, place_C1, scored_logits_SV)
+
+    def _lay_out(self, chunks: Chunks) -> ChunkLayout:
+        table_CP = self.state.page_table[chunks.row_C]
+        offset_N = torch.arange(len(chunks.token_ids_N), device=chunks.row_C.device)
+        index_N = chunks.start_C[chunks.chunk_N] + offset_N - chunks.first_token_C1[chunks.chunk_N]
+        cell_N = cells(table_CP[chunks.chunk_N], index_N[:, None], self.page_size).flatten()
+        is_shared_N = index_N < chunks.first_write_C[chunks.chunk_N]
+        paged_rows = PagedRows(
+            table_CP,
+            chunks.first_token_C1,
+            chunks.start_C,
+            cell_N.masked_fill(is_shared_N, WASTE_PAGE),
+            index_N.new_empty(len(index_N), 0),
+        )
+        end_C = chunks.start_C + chunks.first_token_C1.diff()
+        last_C = (chunks.first_token_C1[1:] - 1).clamp_min(0)
+        return ChunkLayout(index_N, index_N.clamp_max(self.max_position), end_C, last_C, paged_rows)
+
+    def _first_tokens(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> FirstTokens:
+        """Choose the token after each chunk, and set the length of the rows whose sequence ends with the chunk."""
+        state = self.state
+        next_C1 = state.choose(logits_CV, chunks.row_C, end_C)[:, None]
+        rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.padding_row)
+        state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.padding_row, 0))
+        emitted_C3 = torch.cat([torch.ones_like(next_C1), torch.zeros_like(next_C1), next_C1], dim=1)
+        return FirstTokens(rows_C, next_C1, emitted_C3)
+
+    def _first_tokens_adjusted(
+        self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor, adjustments: Adjustments
+    ) -> FirstTokens:
+        no_drafts_C0 = chunks.row_C.new_empty(len(chunks.row_C), 0)
+        adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C)
+        first = self._first_tokens(chunks, end_C, adjusted_CV)
+        adjustments.count(first.rows_C, first.next_C1, first.emitted_C3[:, 0])
+        return first

@@ -1,0 +1,105 @@
+"""Rows: the state of each running request, on the device (`RowState`) and the part that the host writes (`HostRows`).
+
+A request owns one row from admission until it finishes or is preempted. The last row is the padding row. It belongs to
+no request, fills up batches to a captured size, and absorbs writes that must leave no trace.
+
+Shapes: R rows, K draft tokens, L = K + 1, P pages per request, N tokens of a pass, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peagle.kernels.choose import choose_tokens
+from peagle.kernels.random_numbers import STREAM_DRAW
+from peagle.scheduling.request import Request
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Device state of every row. Each step reads it and leaves what the next step needs."""
+
+    page_table: Tensor
+    """int32 [R, P]; the last column always holds the waste page, which takes every index beyond the other pages"""
+    length: Tensor
+    """int64 [R]: tokens in the target's KV cache, and so the index of the newest token"""
+    tokens: Tensor
+    """int64 [R, L]: the newest token, then its drafts"""
+    confidence: Tensor
+    """float32 [R, K]: the drafter's log-probability that all drafts up to each one are accepted"""
+    max_draft: Tensor
+    """int64 [R]: draft tokens to verify per step"""
+    seed: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_pages: int, num_draft_tokens: int, device: torch.device) -> "RowState":
+        """State for `num_rows` requests of at most `num_pages` pages each."""
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
+
+        return cls(
+            page_table=zeros(torch.int32, num_pages + 1),
+            length=zeros(torch.int64),
+            tokens=zeros(torch.int64, num_draft_tokens + 1),
+            confidence=zeros(torch.float32, num_draft_tokens),
+            max_draft=zeros(torch.int64),
+            seed=zeros(torch.int64),
+            temperature=zeros(torch.float32),
+            top_k=zeros(torch.int32),
+            top_p=zeros(torch.float32) + 1,
+            min_p=zeros(torch.float32),
+        )
+
+    @property
+    def padding_row(self) -> int:
+        return len(self.length) - 1
+
+    def choose(self, logits_NV: Tensor, row_N: Tensor, position_N: Tensor) -> Tensor:
+        """The target's token at each position, [N], by the sampling settings of its row."""
+        return choose_tokens(
+            logits_NV,
+            self.temperature[row_N],
+            self.top_k[row_N],
+            self.top_p[row_N],
+            self.min_p[row_N],
+            self.seed[row_N],
+            position_N,
+            STREAM_DRAW,
+        )
+
+
+class HostRows:
+    """Host copy of the tables that the host writes: page tables and sampling settings."""
+
+    SETTINGS = ("max_draft", "seed", "temperature", "top_k", "top_p", "min_p")
+
+    def __init__(self, num_rows: int, num_pages: int) -> None:
+        self.page_table = np.zeros((num_rows + 1, num_pages + 1), np.int32)
+        self.max_draft = np.zeros(num_rows + 1, np.int64)
+        self.seed = np.zeros(num_rows + 1, np.int64)
+        self.temperature = np.zeros(num_rows + 1, np.float32)
+        self.top_k = np.zeros(num_rows + 1, np.int32)
+        self.top_p = np.ones(num_rows + 1, np.float32)
+        self.min_p = np.zeros(num_rows + 1, np.float32)
+
+    def write_settings(self, request: Request) -> None:
+        row, params = request.row, request.params
+        self.max_draft[row] = request.num_draft_tokens
+        self.seed[row] = params.seed
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+
+    def write_pages(self, request: Request) -> None:
+        """Write the page table of a request; entries beyond its pages point to the waste page."""
+        table = self.page_table[request.row]
+        table[: len(request.pages)] = request.pages
+        table[len(request.pages) :] = 0

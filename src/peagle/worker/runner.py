@@ -1,0 +1,352 @@
+"""Runs plans on the device: uploads what changed, replays the captured passes, and fetches the emitted tokens.
+
+On a GPU every batch shape is a CUDA graph, captured at start-up, and `launch` returns before the device has finished:
+the host reads the results of one launch while the next one runs. On a CPU `launch` does the work itself.
+"""
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
+from peagle.drafter.model import Drafter
+from peagle.errors import CapacityError
+from peagle.kernels.compiler import Compile
+from peagle.scheduling.config import GPU_VERIFY_TOKENS, EngineConfig
+from peagle.scheduling.request import Request
+from peagle.scheduling.scheduler import Plan
+from peagle.targets.hf import HFTarget
+from peagle.targets.load import cache_directory
+from peagle.targets.paged import LayerShape, PagedTarget
+from peagle.worker.adjustments import Adjustments
+from peagle.worker.calibrate import calibrate
+from peagle.worker.captured_steps import CapturedSteps, Progress, StepTimes
+from peagle.worker.chunks import chunk_views, fill_upload
+from peagle.worker.drafting import Drafting
+from peagle.worker.graphs import CaptureCost, CaptureError, compile_once
+from peagle.worker.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
+from peagle.worker.launch import Launch, Pass
+from peagle.worker.linear_layers import join_models, pack_models
+from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
+from peagle.worker.prefill import Prefill
+from peagle.worker.row_state import HostRows, RowState
+from peagle.worker.step import Step, run_eagerly
+from peagle.worker.transfers import Transfers
+
+USUAL_CPU_BATCH = 4
+"""Batch size that plain decoding on a CPU is tuned for."""
+
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Owns the device side of one engine: KV cache, rows, CUDA graphs."""
+
+    captured: CapturedSteps | None = None
+    """None if passes run eagerly: on a CPU, with `eager`, and for targets that synchronize with the device"""
+    adjustments: Adjustments | None = None
+    """tables for penalties, biases and grammars, allocated when a request first needs them"""
+
+    def __init__(
+        self,
+        target: HFTarget,
+        drafter: Drafter | None,
+        num_draft_tokens: int | None,
+        config: EngineConfig,
+        max_batch: int,
+        max_length: int,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        target.check_not_lent()  # check first: a failed start must not undo another engine's changes
+        self.target, self.drafter = target, drafter
+        self.config, self.max_batch = config, max_batch
+        self.device = target.device
+        is_gpu = self.is_asynchronous = self.device.type == "cuda"
+        compile: Compile | None = compile_once if is_gpu and not config.eager else None
+        if compile is not None:
+            # Keep compiled code across restarts.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "compiled"))
+        self._restore: list[Callable[[], object]] = []
+        try:
+            if is_gpu:
+                self._restore.append(join_models(target, drafter))
+            else:
+                self._prepare_linears(num_draft_tokens)
+            self.paged_target = PagedTarget(target, compile)
+            self._restore.append(self.paged_target.close)
+            self._compile_drafter(compile)
+            if num_draft_tokens is None:
+                num_draft_tokens = self._calibrate()
+            self.num_draft_tokens = num_draft_tokens
+            self.kv_cache = self._make_kv_cache(max_length)
+            pages_per_sequence = -(-(max_length + 2 * num_draft_tokens) // config.page_size)
+            self.state = RowState.empty(max_batch, pages_per_sequence, num_draft_tokens, self.device)
+            self.rows = HostRows(max_batch, pages_per_sequence)
+            self._transfers = Transfers(self.device)
+            self._adjusted_rows: set[int] = set()
+            """rows whose adjustments are possibly not the defaults"""
+            self._make_passes(compile or run_eagerly)
+            self.capture_cost = CaptureCost(0, 0.0, 0)
+            if is_gpu and not config.eager:
+                self.capture_steps(progress)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise CapacityError(
+                    f"the GPU ran out of memory while the engine started: {str(error).splitlines()[0]}",
+                    hint="lower --memory-share, --max-batch or --prefill-tokens",
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Restore the models, and free the KV cache and the graphs."""
+        for restore in reversed(self._restore):
+            restore()
+        self._restore = []
+        for name in ("kv_cache", "step", "prefill", "captured", "adjustments"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            gc.collect()  # graphs and compiled functions form reference cycles that hold pages
+            torch.cuda.empty_cache()
+
+    def recover(self) -> None:
+        """After an interrupt: wait for the device, and upload everything again."""
+        if self.captured is not None:
+            self.captured.forget_rows()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def capture_steps(self, progress: Progress) -> None:
+        """Capture every batch shape. Falls back to eager launches if the target cannot be captured."""
+        captured = CapturedSteps(self.step, self.prefill, self.max_batch, self.config.prefill_tokens, self._transfers)
+        if self.config.capture_adjusted:
+            self.prepare_adjustments()
+        try:
+            self.capture_cost = captured.capture_all(
+                progress, self.adjustments if self.config.capture_adjusted else None
+            )
+        except CaptureError as error:
+            kind = f"{type(self.target.model).__name__} in {str(self.target.dtype).removeprefix('torch.')}"
+            log.warning("%s cannot be captured as CUDA graphs (%s); falling back to eager launches", kind, error)
+            log.warning("this is slower; load a mixture-of-experts target in bfloat16 to capture it")
+            return
+        self.captured = captured
+
+    def prepare_adjustments(self) -> None:
+        """Allocate the tables for penalties, biases and grammars, if they do not exist yet."""
+        if self.adjustments is not None:
+            return
+        sizes = (self.max_batch, self.num_draft_tokens, self.target.vocab_size)
+        try:
+            self.adjustments = Adjustments.empty(*sizes, self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the GPU has no memory left for penalties and grammars: {str(error).splitlines()[0]}",
+                hint="lower --memory-share or --max-batch",
+            ) from error
+
+    # Running plans ----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: Plan) -> Launch:
+        """Run the chunks of a plan, then its decode step; on a GPU without waiting for either."""
+        # On a CPU, inference mode makes the many small operations of a pass cheaper.
+        with torch.no_grad() if self.is_asynchronous else torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Launch:
+        started = done = None
+        self._upload(plan)
+        if self.is_asynchronous:
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
+        passes = []
+        logprobs = LaunchLogprobs()
+        if plan.chunks:
+            passes.append(self._prefill(plan, logprobs))
+        if plan.decodes:
+            passes.append(self._decode(plan.decodes, logprobs))
+        logprobs.fetch(self._transfers)
+        if self.is_asynchronous:
+            done = torch.cuda.Event(enable_timing=True)
+            done.record()
+        return Launch(passes, done, started)
+
+    def _upload(self, plan: Plan) -> None:
+        """Send the settings of new requests and the page tables that changed."""
+        for chunk in plan.chunks:
+            self.rows.write_settings(chunk.request)
+            self.rows.write_pages(chunk.request)
+            if chunk.is_last:
+                self._upload_adjustments(chunk.request)
+                self._upload_grammar(chunk.request, [])
+        for request in plan.grown:
+            if request.is_running:
+                self.rows.write_pages(request)
+        if plan.chunks:
+            for name in HostRows.SETTINGS:
+                self._transfers.send(getattr(self.rows, name), getattr(self.state, name))
+        if plan.chunks or plan.grown:
+            self._transfers.send(self.rows.page_table, self.state.page_table)
+        for request in plan.decodes:
+            if request.guide is not None:
+                self._upload_grammar(request, request.draft_ids[: request.num_draft_tokens])
+
+    def _upload_adjustments(self, request: Request) -> None:
+        """Send the adjustments of a request, or reset its row if an earlier request left some."""
+        assert request.row is not None, "the request is running"
+        if not request.adjusts and request.row not in self._adjusted_rows:
+            return
+        assert self.adjustments is not None, "allocated when the request was added"
+        self._adjusted_rows.add(request.row)  # first, so that a row half written is known after an error
+        self.adjustments.write_request(request)
+        if not request.adjusts:
+            self._adjusted_rows.discard(request.row)
+
+    def _upload_grammar(self, request: Request, draft_ids: list[int]) -> None:
+        """Send the tokens that a request's grammar allows in its next pass, and the drafts that it forces."""
+        if request.guide is None:
+            return
+        adjustments = self.adjustments
+        assert adjustments is not None and request.row is not None, "allocated when the request was added"
+        allowed_LW = np.empty(adjustments.allowed.shape[1:], np.int32)
+        drafts = request.guide.plan(draft_ids, allowed_LW)
+        adjustments.write(adjustments.allowed[request.row], allowed_LW)
+        if drafts != draft_ids:
+            adjustments.write(self.state.tokens[request.row, 1 : 1 + len(drafts)], np.array(drafts, np.int64))
+
+    def _prefill(self, plan: Plan, logprobs: LaunchLogprobs) -> Pass:
+        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        bucket = num_tokens, len(plan.chunks) + 1
+        if self.captured is not None:
+            bucket = self.captured.bucket(*bucket)
+        upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
+        last = [(line, chunk.request) for line, chunk in enumerate(plan.chunks) if chunk.is_last]
+        adjustments = self._adjustments_for([request for _, request in last])
+        scored = scored_tokens(plan)
+        if self.captured is not None and not scored:
+            result = self.captured.prefill(upload, bucket, adjustments)
+        else:  # scored prompts are rare and of any size, so they have no graph
+            chunks = chunk_views(torch.from_numpy(upload).to(self.device), *bucket)
+            places = [place for _, places in scored for place in places]
+            scored_S = torch.tensor(places, device=self.device) if scored else None
+            result = self.prefill(chunks, adjustments, scored_S)
+        emitted = self._transfers.fetch(result.emitted_BE[: len(plan.chunks)])
+        requests = [request for _, request in last]
+        made = Pass(requests, [request.epoch for request in requests], emitted, [line for line, _ in last], False)
+        made.add_logprobs(result, logprobs)
+        made.add_scores(result, logprobs, scored)
+        self._fetch_drafts(made)
+        return made
+
+    def _decode(self, requests: Sequence[Request], logprobs: LaunchLogprobs) -> Pass:
+        rows = [cast(int, request.row) for request in requests]
+        adjustments = self._adjustments_for(requests)
+        if self.captured is not None:
+            result = self.captured.decode(rows, adjustments)
+        else:
+            result = self.step.decode(torch.tensor(rows, device=self.device), adjustments)
+        emitted = self._transfers.fetch(result.emitted_BE[: len(rows)])
+        epochs = [request.epoch for request in requests]
+        made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
+        made.add_logprobs(result, logprobs)
+        self._fetch_drafts(made)
+        return made
+
+    def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
+        """The tables, if a request of the pass adjusts its logits."""
+        return self.adjustments if any(request.adjusts for request in requests) else None
+
+    def _fetch_drafts(self, made: Pass) -> None:
+        """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
+        for index, request in enumerate(made.requests):
+            if request.guide is not None:
+                made.newest[index] = self._transfers.fetch(self.state.tokens[request.row].clone())
+
+    # Start-up ---------------------------------------------------------------------------------------------------------
+
+    def _prepare_linears(self, num_draft_tokens: int | None) -> None:
+        """On a CPU: pack the linear layers for the few tokens of a step."""
+        most_drafts = num_draft_tokens
+        if most_drafts is None:
+            most_drafts = USUAL_NUM_DRAFT_TOKENS if self.drafter is None else self.drafter.config.usual_num_draft_tokens
+        num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
+        if self.target.dtype == torch.float32:
+            # Per request: K + 1 tokens to verify, then up to K accepted tokens and K mask slots to draft.
+            most_rows = max(most_drafts + 1, 2 * most_drafts) * self.max_batch
+            self._restore.append(pack_models(self.target, self.drafter, num_rows, most_rows))
+
+    def _calibrate(self) -> int:
+        """Choose the number of draft tokens by measurement; drop the drafter if none pays."""
+        assert self.drafter is not None, "without a drafter the number is 0"
+        chosen = calibrate(self.paged_target, self.drafter, self.config.page_size)
+        if chosen == 0:
+            self.drafter = None
+        return chosen
+
+    def _make_passes(self, compile: Compile) -> None:
+        """Prefill and decode step, with drafting if there is a drafter."""
+        config, max_position = self.config, self.target.max_length - 1
+        verify_tokens = config.verify_tokens or None
+        if config.verify_tokens is None and self.device.type == "cuda":
+            verify_tokens = GPU_VERIFY_TOKENS
+        drafting = None
+        if self.drafter is not None:
+            memory, needs_confidence = self.kv_cache.drafter_memory, verify_tokens is not None
+            drafting = Drafting(
+                self.drafter, self.num_draft_tokens, self.state, memory, max_position, compile, needs_confidence
+            )
+        shared = (self.state, self.kv_cache.target_memory, max_position, compile)
+        self.prefill = Prefill(self.paged_target, drafting, *shared)
+        self.step = Step(self.paged_target, drafting, self.num_draft_tokens, *shared, verify_tokens)
+
+    def _compile_drafter(self, compile: Compile | None) -> None:
+        if compile is None or self.drafter is None:
+            return
+        forward = compile(type(self.drafter.layers[0]).forward)
+        for layer in self.drafter.layers:
+            layer.forward = _bound(forward, layer)
+            self._restore.append(partial(layer.__dict__.pop, "forward", None))
+
+    def _make_kv_cache(self, max_length: int) -> KVCache:
+        drafter_layers: tuple[LayerShape, ...] = ()
+        if self.drafter is not None:
+            shape = LayerShape(self.drafter.config.num_kv_heads, self.drafter.config.head_dim)
+            drafter_layers = (shape,) * self.drafter.config.num_layers
+        layers = self.paged_target.layers
+        config, dtype = self.config, self.target.dtype
+        num_pages = choose_num_pages(
+            config,
+            page_bytes(layers + drafter_layers, config.page_size, dtype),
+            free_bytes(self.device) - self._activation_bytes(),
+            -(-(max_length + 2 * self.num_draft_tokens) // config.page_size),
+            self.max_batch,
+        )
+        return make_kv_cache(layers, drafter_layers, num_pages, config.page_size, dtype, self.device)
+
+    def _activation_bytes(self) -> int:
+        """Memory to leave for activations: logits, in float32 at worst, and the hidden states of some layers."""
+        if self.device.type != "cuda":
+            return 0
+        num_logits = max(self.max_batch * (self.num_draft_tokens + 1), 64)
+        num_tokens = max(self.config.prefill_tokens, 2 * num_logits)
+        intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
+        width = 8 * self.target.hidden_size + 4 * intermediate
+        # Adjusted logits need two more copies in float32, and tables per row. Their graphs may be captured late, but
+        # the memory must be there: running out of it then would fail every request.
+        logits = (14 * num_logits + 6 * self.max_batch) * self.target.vocab_size
+        return logits + 4 * num_tokens * width + 2**30
+
+    def step_times(self, batch: int) -> StepTimes | None:
+        """Device time per decode step of `batch` requests; None without graphs. Only while no request runs."""
+        return None if self.captured is None else self.captured.step_times(batch, self.kv_cache.num_pages)
+
+
+def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(module, *args, **kwargs)

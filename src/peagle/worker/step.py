@@ -1,0 +1,149 @@
+"""A decode step on the device: verify, accept, commit, draft, for every request of a batch.
+
+A running request owns a row of `RowState`, which holds its newest token and K drafts. One step:
+
+    verify    the target runs [newest token, draft 1 .. draft K] of every request in one pass. A large batch verifies
+              only the drafts most likely to be accepted (`verify_batch`)
+    accept    each request keeps its drafts up to the first one that the target would not have chosen, plus the
+              target's own token after them: the recovered token, or the bonus token if all drafts are accepted
+    commit    the row's length grows by the number of kept tokens. The KV cache entries of rejected drafts stay, and a
+              later step overwrites them
+    draft     the drafter proposes K tokens behind the new newest token (`drafting`)
+
+The step leaves the newest token and its drafts in the row, so the next step can start without the host. Decoding
+without a drafter is the same with K = 0. `prefill.py` puts new requests into this state.
+
+All shapes depend on B and K alone, so each (B, K) is one CUDA graph. A batch with a request that adjusts its logits
+(`Adjustments`) runs a second graph of the same size.
+
+Shapes: B requests of the batch, K draft tokens, L = K + 1, N tokens of the verification pass, E = L + 2, V vocabulary,
+A width of the concatenated hidden states (aux) of the target.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.decoding.verify import keep_matches
+from peagle.kernels.compiler import Compile
+from peagle.targets.paged import Memory, PagedTarget
+from peagle.worker.adjustments import Adjustments
+from peagle.worker.drafting import Drafting
+from peagle.worker.launch import PassResult
+from peagle.worker.row_state import RowState
+from peagle.worker.verify_batch import Accepted, VerifyBatch, all_drafts, likeliest_drafts, num_verify_tokens
+
+
+class Verified(NamedTuple):
+    """The first half of a step, and the input of the second."""
+
+    result: PassResult
+    batch: VerifyBatch
+    accepted: Accepted
+    aux_NA: Tensor | None
+    """the target's hidden states, which the drafter reads; None without a drafter"""
+
+
+def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for a compiler."""
+    return function
+
+
+class Step:
+    """Decode steps over the target's KV cache. All state is on the device.
+
+    `verify_tokens` limits the tokens of a verification pass; see `num_verify_tokens`. `compile` is applied to what runs
+    before and after the layers, which is many small operations.
+    """
+
+    def __init__(
+        self,
+        target: PagedTarget,
+        drafting: Drafting | None,
+        num_draft_tokens: int,
+        state: RowState,
+        memory: Memory,
+        max_position: int,
+        compile: Compile = run_eagerly,
+        verify_tokens: int | None = None,
+    ) -> None:
+        self.target, self.drafting, self.num_draft_tokens = target, drafting, num_draft_tokens
+        self.state, self.memory = state, memory
+        self.page_size, self.max_position = memory[0][0].shape[1], max_position
+        self.verify_tokens = verify_tokens
+        self._run_all_drafts = compile(all_drafts)
+        self._run_likeliest_drafts = compile(likeliest_drafts)
+        self._run_accept = compile(self._accept)
+        self._run_accept_adjusted = compile(self._accept_adjusted)
+
+    def decode(self, rows_B: Tensor, adjustments: Adjustments | None = None) -> PassResult:
+        """Run one step for these rows. Pass `adjustments` if a request among them adjusts its logits."""
+        verified = self.verify(rows_B, adjustments)
+        self.draft(rows_B, verified)
+        return verified.result
+
+    # First half: verify, accept, commit -------------------------------------------------------------------------------
+
+    def verify(self, rows_B: Tensor, adjustments: Adjustments | None = None) -> Verified:
+        batch = self._verify_batch(rows_B, needs_all_drafts=adjustments is not None)
+        logits_NV, aux_NA = self.target.forward(
+            batch.token_ids_N,
+            batch.position_N,
+            self.memory,
+            batch.paged_rows,
+            None,
+            has_aux=self.drafting is not None,
+        )
+        accepted: Accepted
+        if adjustments is None:
+            accepted = self._run_accept(rows_B, batch, logits_NV)
+        else:
+            accepted = self._run_accept_adjusted(rows_B, batch, logits_NV, adjustments)
+        return Verified(PassResult(accepted.emitted_BE, logits_NV, batch.place_BL), batch, accepted, aux_NA)
+
+    def _verify_batch(self, rows_B: Tensor, needs_all_drafts: bool) -> VerifyBatch:
+        num_tokens = num_verify_tokens(len(rows_B), self.num_draft_tokens, self.verify_tokens)
+        batch: VerifyBatch
+        if needs_all_drafts or num_tokens == len(rows_B) * (self.num_draft_tokens + 1):
+            batch = self._run_all_drafts(self.state, rows_B, self.page_size, self.max_position)
+        else:
+            batch = self._run_likeliest_drafts(self.state, rows_B, num_tokens, self.page_size, self.max_position)
+        return batch
+
+    def _accept(self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor) -> Accepted:
+        return self._commit(rows_B, batch, self.state.choose(logits_NV, batch.row_N, batch.position_N + 1))
+
+    def _accept_adjusted(
+        self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor, adjustments: Adjustments
+    ) -> Accepted:
+        """Adjust the logits before accepting, and count the emitted tokens for the penalties of the next step."""
+        drafts_BK = batch.token_ids_N.view(len(rows_B), self.num_draft_tokens + 1)[:, 1:]
+        adjusted_NV = adjustments.apply(logits_NV, rows_B, drafts_BK, batch.paged_rows.context_B + 1)
+        wanted_N = self.state.choose(adjusted_NV, batch.row_N, batch.position_N + 1)
+        accepted = self._commit(rows_B, batch, wanted_N)
+        adjustments.count(rows_B, wanted_N.view(len(rows_B), -1), accepted.emitted_BE[:, 0])
+        return accepted
+
+    def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_N: Tensor) -> Accepted:
+        """Compare the drafts with the target's tokens, `wanted_N`, and set the new lengths of the rows."""
+        state, num_drafts_B = self.state, batch.num_drafts_B
+        tokens_BL, wanted_BL = batch.token_ids_N[batch.place_BL], wanted_N[batch.place_BL]
+        num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], num_drafts_B)
+        # The padding row must not grow: it occurs several times in a batch, and all its tokens are waste.
+        new_length_B = batch.paged_rows.context_B + num_accepted_B + 1
+        state.length.index_copy_(0, rows_B, new_length_B.masked_fill(rows_B == state.padding_row, 0))
+        emitted_BE = torch.cat([num_accepted_B[:, None] + 1, num_drafts_B[:, None], wanted_BL], dim=1)
+        known_BL1 = torch.cat([tokens_BL[:, :1], wanted_BL], dim=1)
+        return Accepted(emitted_BE, known_BL1, next_B[:, None], num_accepted_B)
+
+    # Second half: draft -----------------------------------------------------------------------------------------------
+
+    def draft(self, rows_B: Tensor, verified: Verified) -> None:
+        """Leave the newest token in the rows, and its drafts if there is a drafter."""
+        if self.drafting is None:
+            self.state.tokens.index_copy_(0, rows_B, verified.accepted.next_B1)
+            return
+        assert verified.aux_NA is not None, "requested by has_aux"
+        self.drafting.after_decode(rows_B, verified.batch, verified.accepted, verified.aux_NA)

@@ -1,0 +1,136 @@
+"""The tokens of a verification pass: the newest token of each request, and drafts behind it.
+
+A small batch verifies all drafts. In a large batch that would be hundreds of tokens, each of which costs time, and most
+deep drafts are rejected. So a pass has a limit (`num_verify_tokens`). Above it, the pass verifies the first draft of
+each request, then the drafts most likely to be accepted, whichever request they belong to: all seven if the drafter is
+sure, one if it is not. The output does not change, because the target decides every token.
+
+The likelihood is the drafter's: the product of its probabilities of that draft and of those before it. It falls with
+every draft, so the drafts chosen from a request are always its first ones.
+
+Two requests with three drafts each, and room for three of them:
+
+>>> confidence_BK = torch.tensor([[0.9, 0.8, 0.5], [0.6, 0.2, 0.1]]).log()
+>>> likeliest_counts(confidence_BK, 3).tolist()
+[2, 1]
+
+Shapes: B requests of the batch, K draft tokens, L = K + 1, N tokens of the pass, P pages per request, E = L + 2.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.kernels.attention import PagedRows
+from peagle.worker.row_state import RowState
+
+
+class VerifyBatch(NamedTuple):
+    """Input of the target in a verification pass."""
+
+    token_ids_N: Tensor
+    position_N: Tensor
+    """position of each token in its sequence, clamped to the target's last position"""
+    row_N: Tensor
+    """the row that each token belongs to"""
+    paged_rows: PagedRows
+    place_BL: Tensor
+    """places, among the N, of each request's newest token and drafts; a draft left out has the place of the last one"""
+    num_drafts_B: Tensor
+    """drafts of each request to verify"""
+
+
+class Accepted(NamedTuple):
+    """Outcome of a verification pass."""
+
+    emitted_BE: Tensor
+    """number of emitted tokens, number of verified drafts, then the target's token at each of the L places"""
+    known_BL1: Tensor
+    """the old newest token, then the target's tokens"""
+    next_B1: Tensor
+    """the new newest token"""
+    num_accepted_B: Tensor
+
+
+def num_verify_tokens(num_requests: int, num_draft_tokens: int, limit: int | None) -> int:
+    """All tokens up to the limit, but at least the newest token and one draft of each request.
+
+    >>> [num_verify_tokens(num_requests, 7, 320) for num_requests in (1, 32, 48, 64, 256)]
+    [8, 256, 320, 320, 512]
+    """
+    num_all = num_requests * (num_draft_tokens + 1)
+    return num_all if limit is None else min(num_all, max(limit, 2 * num_requests))
+
+
+def all_drafts(state: RowState, rows_B: Tensor, page_size: int, max_position: int) -> VerifyBatch:
+    """A pass with every draft of every request."""
+    num_requests, num_places = len(rows_B), state.tokens.shape[1]
+    offset_L = torch.arange(num_places, device=rows_B.device)
+    first_B1 = torch.arange(num_requests + 1, device=rows_B.device) * num_places
+    length_B, table_BP = state.length[rows_B], state.page_table[rows_B]
+    index_BL = length_B[:, None] + offset_L
+    return VerifyBatch(
+        state.tokens[rows_B].flatten(),
+        index_BL.flatten().clamp_max(max_position),
+        rows_B[:, None].expand(-1, num_places).flatten(),
+        PagedRows(
+            table_BP,
+            first_B1,
+            length_B,
+            cells(table_BP, index_BL, page_size).flatten(),
+            index_BL.new_empty(num_places, 0),
+        ),
+        first_B1[:-1, None] + offset_L,
+        state.max_draft[rows_B],
+    )
+
+
+def likeliest_drafts(
+    state: RowState, rows_B: Tensor, num_tokens: int, page_size: int, max_position: int
+) -> VerifyBatch:
+    """A pass of `num_tokens` tokens, with the drafts most likely to be accepted."""
+    num_requests, num_places = len(rows_B), state.tokens.shape[1]
+    offset_L = torch.arange(num_places, device=rows_B.device)
+    max_draft_B = state.max_draft[rows_B]  # 0 for the padding row
+    confidence_BK = state.confidence[rows_B].masked_fill(offset_L[:-1] == 0, float("inf"))
+    confidence_BK = confidence_BK.masked_fill(offset_L[:-1] >= max_draft_B[:, None], float("-inf"))
+    num_chosen_B = likeliest_counts(confidence_BK, num_tokens - num_requests)
+    end_B = (num_chosen_B + 1).cumsum(0)
+    first_B = end_B - num_chosen_B - 1
+    place_N = torch.arange(num_tokens, device=rows_B.device)
+    request_N = (place_N[:, None] >= end_B).sum(1)
+    offset_N = place_N - first_B[request_N]
+    length_B, table_BP, row_N = state.length[rows_B], state.page_table[rows_B], rows_B[request_N]
+    index_N = length_B[request_N] + offset_N
+    return VerifyBatch(
+        state.tokens[row_N, offset_N],
+        index_N.clamp_max(max_position),
+        row_N,
+        PagedRows(
+            table_BP,
+            torch.cat([first_B, end_B[-1:]]),
+            length_B,
+            cells(table_BP[request_N], index_N[:, None], page_size).flatten(),
+            index_N.new_empty(num_places, 0),
+        ),
+        first_B[:, None] + torch.minimum(offset_L, num_chosen_B[:, None]),
+        torch.minimum(num_chosen_B, max_draft_B),
+    )
+
+
+def likeliest_counts(confidence_BK: Tensor, num_drafts: int) -> Tensor:
+    """How many of the `num_drafts` likeliest drafts of the batch belong to each request, int64 [B]."""
+    confidence_M = confidence_BK.masked_fill(confidence_BK.isnan(), float("-inf")).flatten()
+    index_M = torch.arange(len(confidence_M), device=confidence_M.device)
+    # Ties go to the lower index. So the counts sum up to num_drafts, and no draft is chosen without the one before it.
+    is_before_MM = (confidence_M > confidence_M[:, None]) | (
+        (confidence_M == confidence_M[:, None]) & (index_M < index_M[:, None])
+    )
+    return (is_before_MM.sum(1) < num_drafts).view(confidence_BK.shape).sum(1)
+
+
+def cells(table_BP: Tensor, index_BS: Tensor, page_size: int) -> Tensor:
+    """Cell of the KV cache that stores each index of each request; in the waste page beyond the request's pages."""
+    column_BS = (index_BS // page_size).clamp_max(table_BP.shape[1] - 1)
+    return table_BP.gather(1, column_BS).to(torch.int64) * page_size + index_BS % page_size

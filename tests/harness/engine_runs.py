@@ -1,0 +1,45 @@
+"""Engines over a tiny Llama target, run until idle, and the reference decoder's tokens to compare with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.model_families import family_target
+from peagle.decoding.reference import decode
+from peagle.drafter.model import Drafter
+from peagle.engine.engine import Engine
+from peagle.engine.outputs import RequestOutput
+from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
+from peagle.targets.hf import HFTarget
+
+NUM_DRAFT_TOKENS = 4
+SEED = 3
+"""seed of the weights of every target here"""
+
+
+def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
+    """Tokens of the reference decoder."""
+    return tuple(token for step in decode(target, prompt, params, **drafting) for token in step.token_ids)
+
+
+def start(drafter: Drafter | None, **settings: Any) -> Engine:
+    """An engine over its own target. The caller closes it."""
+    num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
+    return Engine(family_target("llama", seed=SEED), drafter, num_draft_tokens, EngineConfig(**settings))
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Run until idle, and return the outputs by request id. No page may be left in use."""
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    assert engine.stats().num_pages_used == 0, "an idle engine holds no pages"
+    return outputs
+
+
+def serve(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """Complete prompts in one batch."""
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    outputs = run(engine)
+    return [outputs[name] for name in ids]

@@ -1,0 +1,22 @@
+"""Shared by the tests of verification: a vocabulary of five tokens, random distributions, and readable results.
+
+Legend: B requests, K draft tokens, L = K + 1, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from peagle.decoding.verify import Verification
+
+V = 5
+K = 3
+L = K + 1
+
+
+def random_probs(*shape: int, seed: int, sharpness: float) -> Tensor:
+    return (sharpness * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).softmax(dim=-1)
+
+
+def as_lists(result: Verification) -> tuple[list[int], list[int]]:
+    assert result.num_accepted_B.dtype == result.next_token_B.dtype == torch.int64
+    return result.num_accepted_B.tolist(), result.next_token_B.tolist()

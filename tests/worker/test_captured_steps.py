@@ -1,0 +1,178 @@
+"""The bookkeeping of recorded steps, on a CPU: padded sizes, and a second recording for passes that adjust logits.
+
+A recording is played by running its function again: what it may not do (touch rows of requests while it is made, read
+other tensors than those it was made with) is the same as for a CUDA graph.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.model_families import family_target, trained_drafter
+from peagle.decoding.reference import decode
+from peagle.drafter.model import Drafter
+from peagle.engine.engine import Engine
+from peagle.engine.llm import LLM
+from peagle.engine.outputs import RequestOutput
+from peagle.errors import RequestError
+from peagle.sampling_params import Grammar, SamplingParams
+from peagle.scheduling.config import EngineConfig
+from peagle.targets.hf import HFTarget
+from peagle.worker import captured_steps
+from peagle.worker.graphs import CaptureError
+
+NUM_DRAFT_TOKENS = 4
+PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(20)]
+SMALL = {"max_batch": 6, "max_length": 100, "prefill_tokens": 32, "page_size": 4, "num_pages": 70}
+
+
+def wishes(index: int) -> SamplingParams:
+    rng = random.Random(index)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "logit_bias": {50: 3.0}},
+        {},
+        {"grammar": Grammar("regex", "[a-f]{4,30}(the user)+"), "presence_penalty": 0.4},
+        {"prompt_logprobs": 1, "min_tokens": 6},
+    ]
+    return SamplingParams(
+        max_tokens=rng.randrange(8, 20), temperature=(0.0, 0.9)[index % 2], seed=index, **kinds[index % 5]
+    )
+
+
+def answer(target: HFTarget, index: int) -> tuple[int, ...]:
+    wish = replace(wishes(index), prompt_logprobs=None)
+    return tuple(token for step in decode(target, PROMPTS[index], wish) for token in step.token_ids)
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return family_target("llama", seed=3)
+
+
+@pytest.fixture(scope="module")
+def drafter(target: HFTarget) -> Drafter:
+    texts = [[*prompt, *answer(target, index)] for index, prompt in enumerate(PROMPTS)]
+    return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=80)
+
+
+@pytest.fixture(params=[0, NUM_DRAFT_TOKENS])
+def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    def capture(run: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+        for _ in range(3):
+            run()
+        return run
+
+    own = drafter if request.param else None
+    engine = Engine(family_target("llama", seed=3), own, request.param, EngineConfig(**SMALL))  # type: ignore[arg-type]
+    monkeypatch.setattr(captured_steps, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    engine.runner.capture_steps(lambda *_: None)
+    yield engine
+    engine.close()
+
+
+def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch(
+    engine: Engine, target: HFTarget
+) -> None:
+    """Requests come and go, so that each size is recorded anew while others are in the middle of their answers."""
+    rng = random.Random(0)
+    expected = [answer(target, index) for index in range(len(PROMPTS))]
+    open_requests: dict[str, int] = {}
+    left = [index for index in range(len(PROMPTS)) for _ in range(2)]
+    rng.shuffle(left)
+    num_done = 0
+    while left or engine.has_work:
+        for _ in range(min(rng.choice((0, 1, 4)), len(left))):
+            index = left.pop()
+            open_requests[engine.add(PROMPTS[index], wishes(index))] = index
+        outputs: list[RequestOutput] = engine.step()
+        for output in outputs:
+            index = open_requests.pop(output.request_id)
+            assert output.outputs[0].token_ids == expected[index], wishes(index)
+            assert (output.prompt_logprobs is None) == (wishes(index).prompt_logprobs is None)
+            num_done += 1
+    assert num_done == 2 * len(PROMPTS)
+    assert engine.stats().num_pages_used == 0
+    assert engine.runner.captured is not None
+    sizes = engine.runner.captured.adjusted
+    assert any(isinstance(size, int) for size in sizes) and any(isinstance(size, tuple) for size in sizes)
+
+
+def test_a_target_that_waits_for_the_device_is_launched_and_it_is_said(
+    drafter: Drafter, target: HFTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(run: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+        run()
+        raise CaptureError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured_steps, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with LLM(family_target("llama", seed=3), drafter, NUM_DRAFT_TOKENS, **SMALL) as llm:
+        llm.engine.runner.capture_steps(lambda *_: None)
+        assert llm.engine.runner.captured is None
+        assert "LlamaForCausalLM in float32 cannot be captured" in caplog.text
+        outputs = llm.generate(PROMPTS[:6], [wishes(index) for index in range(6)])
+    for index, output in enumerate(outputs):
+        assert tuple(output.outputs[0].token_ids) == answer(target, index)
+
+
+def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event:
+        """The clock of a device that there is not."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1.0
+
+    def ask(*stop_token_ids: int) -> RequestOutput:
+        engine.add(PROMPTS[4], SamplingParams(max_tokens=12, stop_token_ids=stop_token_ids))
+        with pytest.raises(RequestError, match="requests are being served"):
+            engine.step_times(2)
+        outputs: list[RequestOutput] = []
+        while not outputs:
+            outputs += engine.step()
+        return outputs[0]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(engine.runner, "is_asynchronous", True)
+    first, second = ask(), ask()
+    assert second.metrics.num_cached_tokens > 0
+    ask(first.outputs[0].token_ids[4])
+    assert engine.has_work, "nobody knew that this step would be the last, so one more is under way"
+    assert engine.step_times(2) is not None
+    third = ask()
+    assert third.metrics.num_cached_tokens == 0
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == third.outputs[0].token_ids
+
+
+def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, target: HFTarget) -> None:
+    for index in (0, 2, 5, 7):
+        engine.add(PROMPTS[index], wishes(index))
+    while engine.has_work:
+        engine.step()
+    assert engine.runner.captured is not None
+    assert not engine.runner.captured.adjusted and engine.runner.adjustments is None
+
+
+def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
+    object.__setattr__(engine.runner.config, "capture_adjusted", True)
+    engine.runner.capture_steps(lambda *_: None)
+    captured = engine.runner.captured
+    assert captured is not None
+    num_sizes = len(captured.decode_sizes) + len(captured.prefill_sizes)
+    assert engine.runner.capture_cost.num_graphs == 2 * num_sizes == 2 * len(captured.adjusted)
