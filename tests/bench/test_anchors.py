@@ -37,6 +37,7 @@ def without_compilation(monkeypatch):
     monkeypatch.setattr(anchors, "run_static", fail)
 
 
+@pytest.mark.slow
 def test_every_anchor_gives_the_targets_own_answers_and_a_failure_is_a_row(target, expected, monkeypatch):
     without_compilation(monkeypatch)
     results = run(target, (2, 1))

@@ -1,5 +1,6 @@
 """The reference decoder: equal to transformers, whatever the drafter says, and exact where answers end."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -40,9 +41,10 @@ def sequential(drafter: Drafter, target: HFTarget) -> Drafter:
     return twin.eval()
 
 
-def generated(target: HFTarget, prompt: list[int], max_tokens: int) -> list[int]:
+@functools.cache
+def generated(target: HFTarget, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     output = target.model.generate(
-        torch.tensor([prompt]),
+        torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=max_tokens,
         do_sample=False,
@@ -56,7 +58,7 @@ def tokens(steps: Iterator[Step] | list[Step]) -> list[int]:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_plain_greedy_decoding_equals_transformers_generate(target: HFTarget, prompt: list[int]) -> None:
-    assert tokens(decode(target, prompt, SamplingParams(max_tokens=40))) == generated(target, prompt, 40)
+    assert tokens(decode(target, prompt, SamplingParams(max_tokens=40))) == generated(target, tuple(prompt), 40)
 
 
 @pytest.mark.parametrize("num_draft_tokens", range(1, 7))
@@ -69,7 +71,7 @@ def test_greedy_decoding_with_drafts_equals_transformers_generate(
         steps = list(
             decode(target, prompt, SamplingParams(max_tokens=40), drafter=chosen, num_draft_tokens=num_draft_tokens)
         )
-        assert tokens(steps) == generated(target, prompt, 40)
+        assert tokens(steps) == generated(target, tuple(prompt), 40)
         assert all(len(step.draft_token_ids) == num_draft_tokens for step in steps[1:])
 
 

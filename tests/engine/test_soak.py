@@ -1,8 +1,9 @@
-"""Ten thousand requests through an engine with too few pages: nothing leaks, and every answer is right."""
+"""Thousands of requests through an engine with too few pages: nothing leaks, and every answer is right."""
 
 import random
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,7 +16,6 @@ from peagle.sampling_params import Grammar, SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
-NUM_REQUESTS = 10_000
 NUM_KINDS = 60
 NUM_DRAFT_TOKENS = 2
 
@@ -80,7 +80,8 @@ def num_arriving(rng: random.Random, num_open: int, num_left: int) -> int:
     return min(rng.choice((1, 40, 80)), num_left) if num_open < 10 else 0
 
 
-def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered_right() -> None:
+@pytest.mark.parametrize("num_requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_requests_with_aborts_leave_no_page_behind_and_are_answered_right(num_requests: int) -> None:
     target = make_target()
     kinds = make_kinds(target)
     texts = [[*kind.prompt, *kind.token_ids] for kind in kinds]
@@ -90,8 +91,8 @@ def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered
     rng = random.Random(2)
     open_requests: dict[str, Kind] = {}
     num_added = num_finished = num_aborted = 0
-    while num_added < NUM_REQUESTS or engine.has_work:
-        for _ in range(num_arriving(rng, len(open_requests), NUM_REQUESTS - num_added)):
+    while num_added < num_requests or engine.has_work:
+        for _ in range(num_arriving(rng, len(open_requests), num_requests - num_added)):
             kind = rng.choice(kinds)
             open_requests[engine.add(kind.prompt, kind.params)] = kind
             num_added += 1
@@ -103,7 +104,7 @@ def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered
             assert engine.abort(name), "an open request can be aborted at any moment"
             del open_requests[name]
             num_aborted += 1
-            if num_aborted % 50 == 0:
+            if num_aborted % 20 == 0:
                 engine.check_integrity()
     engine.check_integrity()
     stats = engine.stats()
@@ -112,8 +113,9 @@ def test_ten_thousand_requests_with_aborts_leave_no_page_behind_and_are_answered
         f"{num_finished} finished, {num_aborted} aborted, {stats.num_preemptions} preempted, {stats.num_steps} steps, "
         f"{stats.num_cached_tokens} tokens reused, accepted {stats.accepted_per_position} of {stats.num_drafts}"
     )
-    assert not open_requests and num_finished + num_aborted == NUM_REQUESTS
+    assert not open_requests and num_finished + num_aborted == num_requests
     assert stats.num_pages_used == 0 and stats.num_running == 0 and stats.num_waiting == 0
     assert (stats.num_finished, stats.num_aborted) == (num_finished, num_aborted)
-    assert num_aborted > 100 and stats.num_preemptions > 50 and stats.num_cached_tokens > 0
+    assert num_aborted > num_requests // 100 and stats.num_preemptions > num_requests // 200
+    assert stats.num_cached_tokens > 0
     assert 0 < stats.accepted_per_position[0] < stats.num_drafts, "some drafts are accepted, some are not"

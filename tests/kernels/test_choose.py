@@ -191,6 +191,7 @@ def test_the_lowest_id_wins_among_equal_logits_in_and_across_tiles() -> None:
     assert by_triton(logits_NV, *settings).tolist() == [tile + 9, 3 * tile + 4, tile - 1, 0]
 
 
+@pytest.mark.slow
 def test_triton_keeps_tokens_tied_at_the_borders_of_top_k_and_top_p() -> None:
     logits_V = torch.tensor([0.0, 3.0, -0.0, 1.0, 3.0, 1.0, -2.0, -2.0]).bfloat16()
     assert drawn(logits_V, 2.0, 3, 1.0, 0.0, 5) <= {1, 3, 4, 5}
@@ -199,6 +200,7 @@ def test_triton_keeps_tokens_tied_at_the_borders_of_top_k_and_top_p() -> None:
     assert drawn(torch.tensor([-5.0, 0.0, -0.0, 0.0]), 1.0, 0, 0.1, 0.0, 8) == {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_logits_that_scaling_makes_equal_are_tied_for_triton_too() -> None:
     logits_V = torch.tensor([2.0, 1e-9, 2e-9, -9.0])
     assert target_probs(logits_V, 4.0, 2, 1.0, 0.0).count_nonzero() == 3, "the largest swallows the difference"
@@ -213,6 +215,7 @@ def test_triton_never_draws_a_token_masked_with_minus_infinity() -> None:
         assert drawn(logits_V, *warp, 4) <= {3, 17, 39}
 
 
+@pytest.mark.slow
 def test_top_p_of_triton_is_measured_on_what_top_k_left() -> None:
     logits_V = torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
     assert drawn(logits_V, 1.0, 2, 0.55, 0.0, 6) == {1}

@@ -203,6 +203,7 @@ def greedy_answers(target, prompts, num_tokens):
     return rows
 
 
+@pytest.mark.slow
 def test_what_it_learned_by_heart_is_accepted_when_it_serves(tmp_path):
     target = tiny_target(num_layers=4)
     prompts = [[5, 6, 7], [40, 41, 42, 43]]

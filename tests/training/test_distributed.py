@@ -39,6 +39,7 @@ def test_two_processes_have_the_losses_of_one(alone, tmp_path, parallel):
     check_same(alone, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_run_of_two_processes_goes_on_where_it_was_saved(alone, tmp_path, parallel):
     assert run_processes(tmp_path, 2, **SETTINGS, parallel=parallel, stop_after=3) == [7, 7]
@@ -57,6 +58,7 @@ def test_a_run_of_two_processes_that_shard_is_gone_on_with_by_one(alone, tmp_pat
     check_same(alone, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
     config = settings(tmp_path / "alone", method="eagle3", **SETTINGS)
     trainer = new_trainer(tiny_target(), config)

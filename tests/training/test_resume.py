@@ -85,6 +85,7 @@ def test_metrics_that_cannot_be_written_are_said(target, tmp_path):
     assert caught.value.message.endswith("no state was saved before")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_without_the_drafter_it_started_from(target, tmp_path):
     """The saved state has the weights, settings.json the shape and the hash: `--from` may be gone."""
     data, earlier = tmp_path / "rows.jsonl", tmp_path / "earlier"
