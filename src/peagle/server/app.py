@@ -25,7 +25,7 @@ from peagle import __version__
 from peagle.server.auth import ApiKeys
 from peagle.server.chat import answer_chat, render
 from peagle.server.completions import answer_completion
-from peagle.server.errors import HttpError
+from peagle.server.errors import HttpError, invalid
 from peagle.server.gate import Gate
 from peagle.server.lifecycle import Lifecycle, S
 from peagle.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, validated
@@ -33,7 +33,6 @@ from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
 from peagle.server.sse import dumps
 from peagle.server.streaming import JsonResponse
-from peagle.server.tools import ToolFormat
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
@@ -146,13 +145,6 @@ class Routes(ABC, Generic[S]):
     async def answer(self, path: str, data: Any, request: Request) -> Response:
         """Answer a request body sent to `path`."""
 
-    def answering(self) -> S:
-        """The backend for a request that passed the gate, even if the server began to drain while its body arrived."""
-        service = self.lifecycle.service
-        if service is None or not service.is_alive:
-            raise self.lifecycle.refusal()
-        return service
-
     async def health(self) -> Response:
         """Reads a flag and runs no generation: health checks have short timeouts."""
         if self.lifecycle.state == "ready":
@@ -167,11 +159,11 @@ class Routes(ABC, Generic[S]):
         return Response(await service.metrics_text() if service else b"", media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Response:
-        service = self.lifecycle.ready_service()
+        service = self.lifecycle.answering()
         return JsonResponse({"object": "list", "data": [service.model_entry(name) for name in service.names]})
 
     async def model(self, name: str) -> Response:
-        service = self.lifecycle.ready_service()
+        service = self.lifecycle.answering()
         service.check_model(name)
         return JsonResponse(service.model_entry(name))
 
@@ -184,7 +176,7 @@ class EngineRoutes(Routes[Service]):
 
     async def answer(self, path: str, data: Any, request: Request) -> Response:
         body = validated(BODIES[path], data)
-        return await ANSWERS[path](self.answering(), body, request)
+        return await ANSWERS[path](self.lifecycle.answering(), body, request)
 
     async def static(self, name: str) -> Response:
         if name not in os.listdir(STATIC):
@@ -202,8 +194,7 @@ async def _tokenize(service: Service, body: TokenizeBody, request: Request) -> R
         if prompt is not None:
             ids = service.encode(prompt, body.add_special_tokens)
         else:
-            tools = ToolFormat(tuple(body.tools), "none") if body.tools else None
-            ids = render(service, messages or [], tools, body)
+            ids = render(service, messages or [], body.tools or (), body)
         texts = [service.token_texts[each].text for each in ids] if body.return_token_strs else None
         return dumps({"count": len(ids), "max_model_len": service.max_length, "tokens": ids, "token_strs": texts})
 
@@ -213,11 +204,10 @@ async def _tokenize(service: Service, body: TokenizeBody, request: Request) -> R
 async def _detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
     service.check_model(body.model)
     if len(body.tokens) > service.max_length:
-        message = f"'tokens' has {len(body.tokens)} elements, which exceeds the limit of {service.max_length}"
-        raise HttpError(400, message, param="tokens", code="context_length_exceeded")
+        why = f"has {len(body.tokens)} elements, which exceeds the limit of {service.max_length}"
+        raise invalid("tokens", why, "context_length_exceeded")
     if body.tokens and max(body.tokens) >= service.vocab_size:
-        message = f"'tokens' must be between 0 and {service.vocab_size - 1}, got {max(body.tokens)}"
-        raise HttpError(400, message, param="tokens")
+        raise invalid("tokens", f"must be between 0 and {service.vocab_size - 1}, got {max(body.tokens)}")
     decode = service.tokenizer.decode
     text = await service.in_thread(request, lambda: decode(body.tokens, clean_up_tokenization_spaces=False))
     return JsonResponse({"prompt": text})

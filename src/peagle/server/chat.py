@@ -2,19 +2,20 @@
 
 import inspect
 import time
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle.data.json_rows import CHAT_ROLES
 from peagle.errors import PeagleError, nearest
-from peagle.server.errors import HttpError, as_http_error, unsupported
+from peagle.server.errors import HttpError, as_http_error, invalid, unsupported
 from peagle.server.jobs import Choice, Job
-from peagle.server.protocol import ChatBody, Message, TokenizeBody
+from peagle.server.protocol import ChatBody, Message, TokenizeBody, Tool
 from peagle.server.sampling import grammar_of, sampling_params
 from peagle.server.service import Service
-from peagle.server.tools import ToolFormat, ToolReader, forced_grammar, tool_format
+from peagle.server.tools import Form, ToolReader, forced_grammar, tool_format
 from peagle.server.writer import Writer, finite
 from peagle.tokenizer import chat_text, encode
 
@@ -26,36 +27,33 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     arrived = time.perf_counter()
     service.check_model(body.model)
     if body.top_logprobs is not None and not body.logprobs:
-        raise HttpError(400, "'top_logprobs' requires 'logprobs'", param="top_logprobs")
+        raise invalid("top_logprobs", "requires 'logprobs'")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        message = "'max_tokens' and 'max_completion_tokens' differ; omit one of them"
-        raise HttpError(400, message, param="max_tokens")
+        raise invalid("max_tokens", "and 'max_completion_tokens' differ; omit one of them")
     tools = tool_format(body, service.chat_template)
     grammar = grammar_of(body)
-    if tools is not None and tools.form == "forced":
+    if tools.form == "forced":
         if grammar is not None:
-            raise HttpError(
-                400, "'response_format' cannot be combined with a forced 'tool_choice'", param="response_format"
-            )
+            raise invalid("response_format", "cannot be combined with a forced 'tool_choice'")
         grammar = forced_grammar(body)
-    prompt = await service.in_thread(request, lambda: render(service, body.messages, tools, body))
+    prompt = await service.in_thread(request, lambda: render(service, body.messages, tools.tools, body))
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
-        raise HttpError(400, f"{param!r} must be at least 1, got 0", param=param)
+        raise invalid(param, "must be at least 1, got 0")
     params = sampling_params(
         body,
         max_tokens=service.room([prompt], asked, param),
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=grammar,
-        stop=tools.stops if tools is not None else (),
+        stop=tools.stops,
     )
     job = service.new_job("chatcmpl", [prompt], params, arrived)
-    return await service.respond(request, body, ChatWriter(service, job, body, tools))
+    return await service.respond(request, body, ChatWriter(service, job, body, tools.form))
 
 
 def render(
-    service: Service, messages: list[Message], tools: ToolFormat | None, body: ChatBody | TokenizeBody
+    service: Service, messages: list[Message], tools: Sequence[Tool], body: ChatBody | TokenizeBody
 ) -> list[int]:
     """Token ids of the rendered messages."""
     template = service.chat_template
@@ -76,8 +74,8 @@ def render(
         if name in reserved or name not in template:
             message = f"'chat_template_kwargs': the target's chat template has no variable {name[:100]!r}"
             raise HttpError(400, message, param="chat_template_kwargs")
-    if tools is not None and tools.is_shown:
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools.tools]
+    if tools:
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     plain = [_message(message, template) for message in messages]
     try:
         text = chat_text(service.tokenizer, plain, body.add_generation_prompt is not False, **variables)
@@ -106,10 +104,9 @@ class ChatWriter(Writer):
 
     _body: ChatBody
 
-    def __init__(self, service: Service, job: Job, body: ChatBody, tools: ToolFormat | None) -> None:
+    def __init__(self, service: Service, job: Job, body: ChatBody, form: Form) -> None:
         super().__init__(service, job, body)
-        form = "none" if tools is None else tools.form
-        self._readers = [None if form == "none" else ToolReader(form) for _ in job.choices]
+        self._readers = [ToolReader(form) for _ in job.choices]
         self._has_role = [False] * len(job.choices)
 
     def whole(self) -> dict[str, Any]:
@@ -119,48 +116,35 @@ class ChatWriter(Writer):
         return document
 
     def _choice(self, index: int) -> dict[str, Any]:
-        choice, reader = self.job.choices[index], self._readers[index]
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        choice = self.job.choices[index]
+        content, calls = self._readers[index].add(choice.text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         finish_reason = choice.finish_reason
-        if reader is not None:
-            content, calls = reader.add(choice.text, is_last=True)
-            message["content"] = content or None if calls else content
-            if calls:
-                message["tool_calls"] = calls
-                finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         entry = {"index": index, "message": message, "finish_reason": finish_reason}
         return entry | self._token_fields(choice) | self._details(choice)
 
     def _chunks(self, index: int, update: "Update", is_last: bool) -> list[dict[str, Any]]:
-        chunks = []
-        body, reader = self._body, self._readers[index]
+        chunks, reader = [], self._readers[index]
         if not self._has_role[index]:
             self._has_role[index] = True
-            chunks.append(self._chunk(index, {"role": "assistant", "content": ""}))
-            if body.return_token_ids and not any(self._has_role[:index]):
+            delta: dict[str, Any] = {"role": "assistant", "content": ""}
+            chunks.append(self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
+            if self._body.return_token_ids and not any(self._has_role[:index]):
                 chunks[0]["prompt_token_ids"] = self.job.prompts[0]
-        calls: list[dict[str, Any]] = []
-        text, finish_reason = update.text, cast("str | None", update.finish_reason)
-        if reader is not None:
-            text, calls = reader.add(text, is_last=finish_reason is not None)
-            if finish_reason == "stop" and reader.num_calls:
-                finish_reason = "tool_calls"
-        wants_all = body.logprobs or body.return_token_ids or self._wants_details
-        if not (text or calls or finish_reason or (wants_all and update.token_ids)):
+        finish_reason: str | None = update.finish_reason
+        text, calls = reader.add(update.text, is_last=finish_reason is not None)
+        if finish_reason == "stop" and reader.num_calls:
+            finish_reason = "tool_calls"
+        if not (text or calls or finish_reason or (self._wants_all and update.token_ids)):
             return chunks
-        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        delta = {"content": text} if text or not calls else {}
         if calls:
             delta["tool_calls"] = calls
-        chunk = self._chunk(index, delta, finish_reason)
-        chunk["choices"][0] |= self._token_fields(update)
-        self._add_details(chunk, update, is_last)
-        return [*chunks, chunk]
-
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        chunk = self._frame(self.CHUNK, [choice])
-        self._add_usage(chunk)
-        return chunk
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason} | self._token_fields(update)
+        return [*chunks, self._chunk(choice, update, is_last)]
 
     def _token_fields(self, source: "Choice | Update") -> dict[str, Any]:
         """Log-probabilities and token ids, if the client wants them."""

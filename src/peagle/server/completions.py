@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from peagle.server.errors import HttpError
-from peagle.server.jobs import Job
+from peagle.server.errors import HttpError, invalid
+from peagle.server.jobs import Choice, Job
 from peagle.server.protocol import CompletionBody
 from peagle.server.sampling import grammar_of, sampling_params
 from peagle.server.service import Service
@@ -27,8 +27,7 @@ async def answer_completion(service: Service, body: CompletionBody, request: Req
     arrived = time.perf_counter()
     service.check_model(body.model)
     if body.stream and body.prompt_logprobs is not None:
-        message = "'prompt_logprobs' cannot be streamed; use 'echo' with 'logprobs', or do not stream"
-        raise HttpError(400, message, param="prompt_logprobs")
+        raise invalid("prompt_logprobs", "cannot be streamed; use 'echo' with 'logprobs', or do not stream")
     given = body.prompt
     several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
@@ -45,7 +44,7 @@ async def answer_completion(service: Service, body: CompletionBody, request: Req
         num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
-        raise HttpError(400, "'max_tokens' must be at least 1, got 0; 0 requires 'echo'", param="max_tokens")
+        raise invalid("max_tokens", "must be at least 1, got 0; 0 requires 'echo'")
     if body.max_tokens is None:
         asked = min(asked, service.room(prompts, None, "max_tokens"))
     params = sampling_params(
@@ -83,76 +82,51 @@ class CompletionWriter(Writer):
 
     def _choice(self, index: int) -> dict[str, Any]:
         choice = self.job.choices[index]
-        text, token_ids, rows, finish_reason = choice.text, choice.token_ids, choice.logprobs, choice.finish_reason
-        if self._is_echo_alone:
-            text, token_ids, rows, finish_reason = "", [], [], "length"
-        texts = choice.texts[: len(token_ids)]
-        entry = self._entry(index, text, finish_reason, token_ids, texts, rows, is_echo=bool(self._body.echo))
-        if self._body.return_token_ids:
-            entry["token_ids"], entry["prompt_token_ids"] = token_ids, self._prompt(index)
+        entry = self._entry(index, choice, is_first=True)
         if self._body.prompt_logprobs is not None:
             entry["prompt_logprobs"] = self._prompt_rows(index)
         return entry | self._details(choice)
 
     def _chunks(self, index: int, update: "Update", is_last: bool) -> list[dict[str, Any]]:
-        body, is_first = self._body, index not in self._begun
+        is_first = index not in self._begun
         self._begun.add(index)
-        text, token_ids, texts, rows = update.text, update.token_ids, update.texts, update.logprobs or ()
-        finish_reason = update.finish_reason
-        if self._is_echo_alone:
-            text, token_ids, texts, rows, finish_reason = "", (), (), (), "length"
-        wants_all = body.logprobs is not None or body.return_token_ids or self._wants_details
-        is_echo = bool(body.echo) and is_first
-        if not (text or is_echo or finish_reason or (wants_all and token_ids)):
+        entry = self._entry(index, update, is_first=is_first)
+        is_needed = entry["text"] or entry["finish_reason"] or (self._body.echo and is_first)
+        if not is_needed and not (self._wants_all and update.token_ids):
             return []
-        entry = self._entry(index, text, finish_reason, token_ids, texts, rows, is_echo=is_echo)
-        if body.return_token_ids:
-            entry["token_ids"] = token_ids
-            if is_first:
-                entry["prompt_token_ids"] = self._prompt(index)
-        chunk = self._frame(self.CHUNK, [entry])
-        self._add_details(chunk, update, is_last)
-        self._add_usage(chunk)
-        return [chunk]
+        return [self._chunk(entry, update, is_last)]
 
     def _prompt(self, index: int) -> list[int]:
         return self.job.prompts[index // self.job.params.n]
 
-    def _entry(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str | None,
-        token_ids: Sequence[int],
-        texts: Sequence[str],
-        rows: "Sequence[TokenLogprobs | None]",
-        *,
-        is_echo: bool,
-    ) -> dict[str, Any]:
-        """A choice with the requested log-probabilities, the echoed prompt first."""
-        token_texts = self._service.token_texts
-        if is_echo:
-            prompt, shown = self._prompt(index), self._prompt_text(index)
+    def _entry(self, index: int, source: "Choice | Update", *, is_first: bool) -> dict[str, Any]:
+        """A choice with the requested log-probabilities and token ids, the echoed prompt first."""
+        token_texts, prompt = self._service.token_texts, self._prompt(index)
+        if self._is_echo_alone:
+            source = Choice(finish_reason="length")
+        text, texts, token_ids = source.text, list(source.texts), list(source.token_ids)
+        rows: list[TokenLogprobs | None] = list(source.logprobs or ())
+        if self._body.echo and is_first:
+            shown = self._prompt_text(index)
             special = {place for place, token_id in enumerate(prompt) if token_id in token_texts.special_ids}
-            text, token_ids = shown + text, [*prompt, *token_ids]
-            texts = [*_split(shown, [token_texts[token_id].text for token_id in prompt], special), *texts]
+            text, token_ids = shown + text, prompt + token_ids
+            texts = _split(shown, [token_texts[token_id].text for token_id in prompt], special) + texts
             rows = [*(self._prompt_logprobs(index) or [None] * len(prompt)), *rows]
         offsets = list(accumulate(map(len, texts), initial=self._num_shown[index]))
         self._num_shown[index] = offsets.pop()
-        logprobs = (
-            None
-            if self._body.logprobs is None
-            else {
+        entry = {"index": index, "text": text, "logprobs": None, "finish_reason": source.finish_reason}
+        if self._body.logprobs is not None:
+            entry["logprobs"] = {
                 "tokens": [token_texts[token_id].text for token_id in token_ids],
-                "token_logprobs": [None if row is None else finite(row.logprob) for row in rows],
+                "token_logprobs": [row and finite(row.logprob) for row in rows],
                 "top_logprobs": [
-                    None if row is None else {token_texts[each].text: finite(value) for each, value in row.top.items()}
-                    for row in rows
+                    row and {token_texts[each].text: finite(value) for each, value in row.top.items()} for row in rows
                 ],
                 "text_offset": offsets,
             }
-        )
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._body.return_token_ids:
+            entry |= {"token_ids": source.token_ids} | ({"prompt_token_ids": prompt} if is_first else {})
+        return entry
 
     def _prompt_logprobs(self, index: int) -> "Sequence[TokenLogprobs | None]":
         return self.job.prompt_logprobs[index // self.job.params.n] or []

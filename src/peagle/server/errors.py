@@ -55,8 +55,13 @@ def unavailable(message: str, code: str) -> HttpError:
     return HttpError(503, message, code=code, headers={"Retry-After": "1"})
 
 
+def invalid(name: str, why: str, code: str | None = None) -> HttpError:
+    """A 400 for one field."""
+    return HttpError(400, f"{name!r} {why}", param=name, code=code)
+
+
 def unsupported(name: str, why: str) -> HttpError:
-    return HttpError(400, f"{name!r} is not supported: {why}", param=name, code="unsupported_parameter")
+    return invalid(name, f"is not supported: {why}", "unsupported_parameter")
 
 
 def as_http_error(error: Exception, known_params: frozenset[str] = frozenset()) -> HttpError:

@@ -80,6 +80,7 @@ class Lifecycle(Generic[S]):
         self._made: S | None = None
         """the service as soon as it exists, warm or not: closed at the end"""
         self._loader: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -96,11 +97,11 @@ class Lifecycle(Generic[S]):
     def is_loading(self) -> bool:
         return self._loader is not None and self._loader.is_alive()
 
-    def ready_service(self) -> S:
-        """The service, or a 503 that says why it is not ready."""
-        if self.state == "ready" and self.service is not None:
-            return self.service
-        raise self.refusal()
+    def answering(self) -> S:
+        """The service for a request that passed the gate, even if the server began to drain while its body arrived."""
+        if self.service is None or not self.service.is_alive:
+            raise self.refusal()
+        return self.service
 
     def refusal(self) -> HttpError:
         error = unavailable(REFUSALS[self.state], f"server_{self.state}")
@@ -111,6 +112,7 @@ class Lifecycle(Generic[S]):
     @contextlib.asynccontextmanager
     async def lifespan(self, _: "Starlette") -> AsyncIterator[None]:
         """Load in the background, so that health checks are answered meanwhile. Close at the end."""
+        self._loop = asyncio.get_running_loop()
         self._spawn(self._start())
         try:
             yield
@@ -122,8 +124,13 @@ class Lifecycle(Generic[S]):
             else:
                 await asyncio.to_thread(self._cancel)
 
-    def begin_drain(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+    def begin_drain(self) -> bool:
+        """Begin the drain, from any thread or a signal handler. False if the server does not run."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+                return True
+        return False
 
     async def _start(self) -> None:
         loaded: Future[Any] = Future()
@@ -151,18 +158,19 @@ class Lifecycle(Generic[S]):
         if self.is_draining:
             return
         self.is_draining = True
-        deadline = time.monotonic() + self.settings.drain_seconds
         if self.num_in_flight:
             log.info("draining: %d requests have %g s to finish", self.num_in_flight, self.settings.drain_seconds)
-        while self.num_in_flight and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await self._settle(self.settings.drain_seconds)
         if self.num_in_flight and self.service is not None:
             log.warning("aborting %d requests that did not finish in time", self.num_in_flight)
             await self.service.abort_all()
-            deadline = time.monotonic() + ABORT_SECONDS
-            while self.num_in_flight and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+            await self._settle(ABORT_SECONDS)
         self.on_end()
+
+    async def _settle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.num_in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -189,26 +197,14 @@ class Server(uvicorn.Server):
         self.forced_by: int | None = None
         """the second signal, if there was one"""
         self._num_signals = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         lifecycle.on_end = self._end
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._num_signals == 1 and self._loop is not None:
-            self.lifecycle.begin_drain(self._loop)
+        if self._num_signals == 1 and self.lifecycle.begin_drain():
             return
         self.forced_by, self.should_exit, self.force_exit = sig, True, True
         logging.getLogger("uvicorn.error").disabled = True  # cutting requests off is intended here
-
-    def stop(self) -> None:
-        """Begin the drain, from any thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self.lifecycle.begin_drain(self._loop)
 
     def _end(self) -> None:
         self.should_exit = True

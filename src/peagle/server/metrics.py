@@ -67,27 +67,25 @@ class Metrics(Collector):
         """Acceptance length over the window, and the number of drafts in it."""
 
     def has_drifted(self) -> bool:
+        """Whether acceptance is below the card's; logs when that changes."""
         length, num_drafts = self.acceptance_length()
         if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
             return False
-        return length < DRIFT_SHARE * self.baseline.length
-
-    def check_drift(self) -> bool:
-        """`has_drifted`, and log when that changes."""
-        has_drifted = self.has_drifted()
-        if has_drifted != self._is_drift_logged and self.baseline is not None:
+        has_drifted = length < DRIFT_SHARE * self.baseline.length
+        if has_drifted != self._is_drift_logged:
             self._is_drift_logged = has_drifted
-            length, num_drafts = self.acceptance_length()
-            what = f"acceptance length {length:.2f} over the last {num_drafts:,} drafts is"
+            level, now = (logging.WARNING, "below") if has_drifted else (logging.INFO, "no longer below")
+            what = f"acceptance length {length:.2f} over the last {num_drafts:,} drafts is {now}"
             card = f"{DRIFT_SHARE:.0%} of the card's {self.baseline.length:.2f} (measured by {self.baseline.source})"
-            if has_drifted:
-                log.warning("%s below %s", what, card)
-            else:
-                log.info("%s no longer below %s", what, card)
+            log.log(level, "%s %s", what, card)
         return has_drifted
 
-    def _acceptance(self, window: str) -> Iterator[Metric]:
-        """The current acceptance length beside the card's; `window` names the window."""
+    def _shared(self, num_accepted: int, window: str) -> Iterator[Metric]:
+        """What every backend shows at a scrape; `window` names the acceptance window."""
+        what = "Target forward passes saved by accepted drafts"
+        yield self._counter("peagle:tokens_saved", what, num_accepted)
+        yield self._gauge("peagle:num_draft_tokens", "Draft tokens per step", self.num_draft_tokens)
+        yield self._gauge("peagle:max_batch", "Answers that run at the same time", self.max_batch)
         length, num_drafts = self.acceptance_length()
         if length is not None:
             yield self._gauge("peagle:acceptance_length", f"Over the last {window}", length)
@@ -96,14 +94,7 @@ class Metrics(Collector):
             what = f"Acceptance length on the drafter card, measured by {self.baseline.source}"
             yield self._gauge("peagle:acceptance_length_baseline", what, self.baseline.length)
             what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline ({self.baseline.source})"
-            yield self._gauge("peagle:acceptance_drift", what, int(self.check_drift()))
-
-    def _shared(self, num_accepted: int, window: str) -> Iterator[Metric]:
-        what = "Target forward passes saved by accepted drafts"
-        yield self._counter("peagle:tokens_saved", what, num_accepted)
-        yield self._gauge("peagle:num_draft_tokens", "Draft tokens per step", self.num_draft_tokens)
-        yield self._gauge("peagle:max_batch", "Answers that run at the same time", self.max_batch)
-        yield from self._acceptance(window)
+            yield self._gauge("peagle:acceptance_drift", what, int(self.has_drifted()))
 
     def _counter(self, name: str, what: str, value: float) -> Metric:
         family = CounterMetricFamily(name, what, labels=LABELS)

@@ -60,12 +60,17 @@ class StructuredOutputs(Part):
     choice: Annotated[list[str], Field(min_length=1)] | None = None
 
 
-class Body(BaseModel):
-    """Fields that chat and completion requests share. Unknown ones are kept, so that `validated` can name them."""
+class NamedBody(BaseModel):
+    """What every request body shares. Unknown fields are kept, so that `validated` can name them."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = None
+
+
+class Body(NamedBody):
+    """Fields that chat and completion requests share."""
+
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -171,12 +176,9 @@ class CompletionBody(Body):
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(NamedBody):
     """POST /tokenize: a text, or messages rendered by the chat template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
@@ -186,12 +188,9 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(NamedBody):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    model: str | None = None
     tokens: list[TokenId]
 
 

@@ -5,26 +5,12 @@ import secrets
 from typing import Any
 
 from peagle.sampling_params import Grammar, GrammarKind, SamplingParams
-from peagle.server.errors import HttpError, as_http_error
+from peagle.server.errors import HttpError, as_http_error, invalid
 from peagle.server.protocol import SAMPLING_FIELDS, Body, StructuredOutputs
 
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
 """OpenAI's defaults that differ from the engine's."""
 MAX_SCHEMA_CHARACTERS = 200_000
-
-PASSED_ON = (
-    "temperature",
-    "top_p",
-    "n",
-    "min_p",
-    "ignore_eos",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "prompt_logprobs",
-)
-"""Body fields that SamplingParams has under the same name."""
 
 
 def sampling_params(
@@ -32,7 +18,7 @@ def sampling_params(
 ) -> SamplingParams:
     """`max_tokens` is already resolved; `stop` is added to the body's own stop strings."""
     values: dict[str, Any] = dict(OPENAI_DEFAULTS)
-    values |= {name: value for name in PASSED_ON if (value := getattr(body, name, None)) is not None}
+    values |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
     values |= {"max_tokens": max_tokens, "logprobs": num_logprobs, "grammar": grammar}
     values["seed"] = secrets.randbits(62) if body.seed is None else body.seed % 2**63
     own = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -42,7 +28,7 @@ def sampling_params(
         values["top_k"] = max(body.top_k, 0)  # vLLM writes -1 for all tokens
     for key in body.logit_bias or ():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise HttpError(400, f"'logit_bias' must have token ids as keys, got {key[:50]!r}", param="logit_bias")
+            raise invalid("logit_bias", f"must have token ids as keys, got {key[:50]!r}")
     values["logit_bias"] = {int(key): bias for key, bias in (body.logit_bias or {}).items()}
     if body.speculation is not None:
         values["num_draft_tokens"] = body.speculation.num_draft_tokens if body.speculation.enabled else 0
@@ -65,7 +51,7 @@ def grammar_of(body: Body) -> Grammar | None:
     if formatted.type == "json_object":
         return make_grammar("json_object", None)
     if formatted.json_schema is None:
-        raise HttpError(400, "'response_format.json_schema' is missing", param="response_format.json_schema")
+        raise invalid("response_format.json_schema", "is missing")
     return make_grammar("json_schema", formatted.json_schema.schema_)
 
 
@@ -73,15 +59,13 @@ def _structured_grammar(given: StructuredOutputs) -> Grammar:
     values: dict[GrammarKind, Any] = {"json_schema": given.json_, "regex": given.regex, "choice": given.choice}
     asked = [(kind, value) for kind, value in values.items() if value is not None]
     if len(asked) != 1:
-        message = f"'structured_outputs' takes exactly one of json, regex and choice, got {len(asked)}"
-        raise HttpError(400, message, param="structured_outputs")
+        raise invalid("structured_outputs", f"takes exactly one of json, regex and choice, got {len(asked)}")
     kind, value = asked[0]
     if kind == "json_schema" and isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            message = "'structured_outputs.json' is not valid JSON"
-            raise HttpError(400, message, param="structured_outputs.json") from None
+            raise invalid("structured_outputs.json", "is not valid JSON") from None
     return make_grammar(kind, value, "structured_outputs")
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.backend import Backend
-from peagle.server.errors import HttpError
+from peagle.server.errors import HttpError, invalid
 from peagle.server.jobs import Job
 from peagle.server.metrics import ServerMetrics, baseline_of
 from peagle.server.protocol import Body
@@ -145,9 +145,8 @@ class Service(Backend):
             raise HttpError(400, message, param=param, code="capacity")
         asked = params.num_draft_tokens
         if asked is not None and asked > self.num_draft_tokens:
-            param = "speculation.num_draft_tokens"
-            message = f"{param!r} must be at most the engine's {self.num_draft_tokens}, got {asked}"
-            raise HttpError(400, message, param=param)
+            why = f"must be at most the engine's {self.num_draft_tokens}, got {asked}"
+            raise invalid("speculation.num_draft_tokens", why)
         name = f"{kind}-{uuid.uuid4().hex}"
         return Job(self.engine, name, prompts, params, self.num_draft_tokens, self.metrics.itl.observe, arrived)
 
@@ -169,7 +168,7 @@ class Service(Backend):
         """Run the writer's job and send what it makes of it: a stream of events, or one document."""
         job, settings = writer.job, self.settings
         if body.stream_options is not None and not body.stream:
-            raise HttpError(400, "'stream_options' requires 'stream'", param="stream_options")
+            raise invalid("stream_options", "requires 'stream'")
         if job.params.grammar is not None:
             await self.prepare(job.params.grammar)
         request.state.job, request.state.user = job, body.user

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from peagle.sampling_params import Grammar
-from peagle.server.errors import HttpError, unsupported
+from peagle.server.errors import invalid, unsupported
 from peagle.server.protocol import ChatBody, NamedTool, Tool, ToolCall
 from peagle.server.sampling import make_grammar
 
@@ -24,11 +24,10 @@ CLOSING = "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one request's tools are shown to the target, and how its calls are parsed."""
+    """The tools that a request shows to the target, and how calls of them are parsed."""
 
-    tools: tuple[Tool, ...]
-    form: Form
-    is_shown: bool = True
+    tools: tuple[Tool, ...] = ()
+    form: Form = "none"
     only_one: bool = False
 
     @property
@@ -36,23 +35,23 @@ class ToolFormat:
         return (CLOSING,) if self.only_one and self.form == "hermes" else ()
 
 
-def tool_format(body: ChatBody, template: str) -> ToolFormat | None:
-    """The format for a request's `tools` and `tool_choice`; None without tools."""
+def tool_format(body: ChatBody, template: str) -> ToolFormat:
+    """The format for a request's `tools` and `tool_choice`."""
     if not body.tools:
         if body.tool_choice not in (None, "none", "auto"):
-            raise HttpError(400, "'tool_choice' requires 'tools'", param="tool_choice")
-        return None
+            raise invalid("tool_choice", "requires 'tools'")
+        return ToolFormat()
     if "tools" not in template:
         raise unsupported("tools", "the target's chat template does not use them")
     tools = tuple(body.tools)
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         if name not in {tool.function.name for tool in tools}:
-            raise HttpError(400, f"'tool_choice' names {name[:100]!r}, which is not in 'tools'", param="tool_choice")
+            raise invalid("tool_choice", f"names {name[:100]!r}, which is not in 'tools'")
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
         return ToolFormat(tools, "forced")
     if body.tool_choice == "none":
-        return ToolFormat(tools, "none", is_shown=False)
+        return ToolFormat()
     form: Form = next((form for form, opening in OPENING.items() if opening in template), "llama")
     only_one = body.parallel_tool_calls is False
     if only_one and form == "mistral":
@@ -99,45 +98,27 @@ class ToolReader:
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text and the calls that are certain now."""
+        if self._form == "none":
+            return text, []
         self._held += text
-        return self._hermes(is_last) if self._form == "hermes" else self._rest_is_json(is_last)
-
-    def _hermes(self, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        shown, calls = "", []
-        while True:
-            if self._is_inside:
-                inside, found, rest = self._held.partition(CLOSING)
-                if not found and not is_last:
-                    break
-                made = self._calls(inside)
-                calls += made
-                if not made:
-                    shown += OPENING["hermes"] + inside + found  # not a call: show the text
-                self._held, self._is_inside = rest, False
-            else:
-                before, found, rest = self._held.partition(OPENING["hermes"])
-                if not found:
-                    num_held = 0 if is_last else _overlap(self._held, OPENING["hermes"])
-                    cut = len(self._held) - num_held
-                    shown, self._held = shown + self._held[:cut], self._held[cut:]
-                    break
-                shown, self._held, self._is_inside = shown + before, rest, True
-            if not self._held and not self._is_inside:
+        is_hermes, calls = self._form == "hermes", list[dict[str, Any]]()
+        shown = "" if self._is_inside else self._outside(is_last)
+        while self._is_inside:
+            inside, closing, rest = self._held.partition(CLOSING) if is_hermes else (self._held, "", "")
+            if not closing and not is_last:
                 break
-        return (shown.strip() if self.num_calls and not shown.strip() else shown), calls
+            found = self._calls(inside)
+            calls += found
+            if not found:  # not a call: show the text
+                shown += (OPENING["hermes"] if is_hermes else "") + inside + closing
+            self._held, self._is_inside = rest, False
+            shown += self._outside(is_last)
+        return ("" if self.num_calls and not shown.strip() else shown), calls
 
-    def _rest_is_json(self, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Formats in which everything after some point is one JSON document."""
-        shown = "" if self._is_inside else self._before_json(is_last)
-        if not (self._is_inside and is_last):
-            return shown, []
-        document, self._held = self._held, ""
-        calls = self._calls(document)
-        return shown + ("" if calls else document), calls
-
-    def _before_json(self, is_last: bool) -> str:
-        start = self._held.lstrip()
-        if self._is_start and start.startswith("{" if self._form == "llama" else "[{"):
+    def _outside(self, is_last: bool) -> str:
+        """The text that is certain to be before the next call."""
+        start, may_be_json = self._held.lstrip(), self._is_start and self._form != "hermes"
+        if may_be_json and start.startswith("{" if self._form == "llama" else "[{"):
             self._held, self._is_inside = start, True
             return ""
         opening = OPENING.get(self._form, "")
@@ -145,9 +126,7 @@ class ToolReader:
         if found:
             self._held, self._is_inside = rest, True
             return before
-        num_held = _overlap(self._held, opening)
-        if self._is_start and start in ("", "["):
-            num_held = len(self._held)
+        num_held = len(self._held) if may_be_json and start in ("", "[") else _overlap(self._held, opening)
         cut = len(self._held) - (0 if is_last else num_held)
         shown, self._held = self._held[:cut], self._held[cut:]
         self._is_start = self._is_start and not shown

@@ -28,6 +28,8 @@ class Writer(ABC):
         self._service, self.job, self._body = service, job, body
         self._options = body.stream_options or StreamOptions()
         self._wants_details = body.speculation is not None and body.speculation.details
+        self._wants_all = job.params.logprobs is not None or body.return_token_ids or self._wants_details
+        """whether every token needs a chunk, even one without text"""
 
     @abstractmethod
     def _choice(self, index: int) -> dict[str, Any]:
@@ -78,19 +80,19 @@ class Writer(ABC):
         tokens = zip(source.texts, source.kinds, strict=True)
         return {"speculation": {"tokens": [{"text": text, "kind": kind} for text, kind in tokens]}}
 
-    def _add_details(self, chunk: dict[str, Any], update: "Update", is_last: bool) -> None:
-        if self._wants_details:
+    def _chunk(self, choice: dict[str, Any], update: "Update | None" = None, is_last: bool = False) -> dict[str, Any]:
+        """A chunk with one choice, and the details and token counts that the client wants with every chunk."""
+        chunk = self._frame(self.CHUNK, [choice])
+        if update is not None and self._wants_details:
             counts = {"num_drafted": update.num_drafts, "num_accepted": update.num_accepted}
             chunk["speculation"] = self._details(update)["speculation"] | counts
             if is_last:
                 chunk["metrics"] = self.job.metrics_block()
-
-    def _add_usage(self, chunk: dict[str, Any]) -> None:
-        """Add the token counts so far, if the client wants them with every chunk."""
         if self._options.continuous_usage_stats:
             chunk["usage"] = self.job.usage()
         elif self._options.include_usage:
             chunk["usage"] = None
+        return chunk
 
 
 def finite(logprob: float) -> float:

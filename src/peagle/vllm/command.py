@@ -26,30 +26,20 @@ Flags = dict[str, tuple[str, ...]]
 """vLLM's flags with their values"""
 Layout = Literal["vllm", "speculators"]
 
-OLDEST: Version = (0, 16)
 TESTED = "0.32.0"
 """The release that our tests use."""
 
-
-@dataclass(frozen=True)
-class Support:
-    """A feature of vLLM, and the first release that has it."""
-
-    since: Version
-    what: str
-
-
-SUPPORT = {
-    "parallel": Support((0, 16), "P-EAGLE drafters (parallel drafting), in vLLM's own layout"),
-    "eagle3": Support((0, 16), "EAGLE-3 drafters, in vLLM's own layout"),
-    "hybrid": Support((0, 18), "P-EAGLE for targets that mix sliding-window and full attention, as GPT-OSS does"),
-    "speculators": Support((0, 22), "P-EAGLE drafters in the layout of speculators"),
-    "norms": Support((0, 22), "drafters with fc_norm or norm_output (EAGLE-3.1)"),
-    "probabilistic": Support((0, 25), "parallel drafts that are sampled (draft_sample_method probabilistic)"),
-    "pipeline": Support((0, 32), "EAGLE-3 over pipeline stages (never P-EAGLE: see the guide)"),
-    "figures": Support((0, 32), "speculation figures with each answer"),
+SUPPORT: dict[str, tuple[Version, str]] = {
+    "parallel": ((0, 16), "P-EAGLE drafters (parallel drafting), in vLLM's own layout"),
+    "eagle3": ((0, 16), "EAGLE-3 drafters, in vLLM's own layout"),
+    "hybrid": ((0, 18), "P-EAGLE for targets that mix sliding-window and full attention, as GPT-OSS does"),
+    "speculators": ((0, 22), "P-EAGLE drafters in the layout of speculators"),
+    "norms": ((0, 22), "drafters with fc_norm or norm_output (EAGLE-3.1)"),
+    "probabilistic": ((0, 25), "parallel drafts that are sampled (draft_sample_method probabilistic)"),
+    "pipeline": ((0, 32), "EAGLE-3 over pipeline stages (never P-EAGLE: see the guide)"),
+    "figures": ((0, 32), "speculation figures with each answer"),
 }
-"""A test compares this with the table in `docs/guides/scale.md`."""
+"""The first release that has each feature. A test compares this with the table in `docs/guides/scale.md`."""
 
 CPU_MAX_BATCH, GPU_MAX_BATCH = 16, 256
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
@@ -78,14 +68,15 @@ class Installed:
         return int(match[1]), int(match[2])
 
     def has(self, feature: str) -> bool:
-        return self.release >= SUPPORT[feature].since
+        return self.release >= SUPPORT[feature][0]
 
     def need(self, feature: str, hint: str | None = None) -> None:
         """Refuse a release without the feature, and name the first that has it."""
         if not self.has(feature):
-            since = ".".join(map(str, SUPPORT[feature].since))
+            release, what = SUPPORT[feature]
+            since = ".".join(map(str, release))
             raise ConfigError(
-                f"vLLM {self.version} does not support {SUPPORT[feature].what}: that needs {since}",
+                f"vLLM {self.version} does not support {what}: that needs {since}",
                 hint=hint or f"install vLLM {since} or newer; {TESTED} is tested",
             )
 
@@ -207,8 +198,7 @@ def command(settings: VllmSettings, vllm: Installed, environment: Mapping[str, s
 
     `environment` is what the process will inherit: it may force the wrong model runner.
     """
-    if vllm.release < OLDEST:
-        vllm.need("parallel")
+    vllm.need("parallel")
     num_draft_tokens = resolve_num_draft_tokens(settings)
     drafter = settings.drafter if num_draft_tokens else None
     if drafter is not None:
@@ -269,7 +259,6 @@ def check_drafter(
             hint="tell vLLM: --speculative-config '{\"parallel_drafting\": true}' for P-EAGLE, false for EAGLE-3 "
             "(SageMaker: --env SM_VLLM_SPECULATIVE_CONFIG=...); or give the drafter's directory",
         )
-    vllm.need("parallel" if drafter.parallel else "eagle3")
     if drafter.layout == "speculators":
         vllm.need("speculators", hint="convert it to vLLM's own layout first: peagle export DIR --to vllm --output NEW")
     if drafter.norms:

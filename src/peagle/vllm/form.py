@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -149,23 +148,18 @@ def _write(directory: Path, target_name: str | None, destination: Path, allow_mi
     is_float32 = "F32" in (tensor_types(directory) or {}).values()
     target = load_target(target_name, dtype="float32" if is_float32 else "bfloat16", device="cpu")
     drafter = load_drafter(directory, target, allow_mismatch=allow_mismatch)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=destination.parent, prefix=".writing-"))
+    dtype, place = torch.float32 if is_float32 else torch.bfloat16, destination.parent
     try:
-        dtype = torch.float32 if is_float32 else torch.bfloat16
-        write(drafter, target, card_of(drafter, target), scratch / "drafter", dtype=dtype)
-        try:
-            (scratch / "drafter").rename(destination)
-        except OSError:
-            if not destination.is_dir():  # another process has just converted it
-                raise
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place, prefix=".writing-", ignore_cleanup_errors=True) as scratch:
+            write(drafter, target, card_of(drafter, target), Path(scratch) / "drafter", dtype=dtype)
+            (Path(scratch) / "drafter").rename(destination)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write the drafter to {destination.parent}: {error}",
-            hint="set PEAGLE_CACHE to a writable directory with enough space",
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not destination.is_dir():  # otherwise another process has just converted it
+            raise CheckpointError(
+                f"cannot write the drafter to {place}: {error}",
+                hint="set PEAGLE_CACHE to a writable directory with enough space",
+            ) from error
 
 
 def check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:

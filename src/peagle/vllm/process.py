@@ -3,13 +3,13 @@
 It listens on a socket file in a directory that only this user can enter, so that no client bypasses our API keys.
 """
 
+import contextlib
 import http.client
 import json
 import logging
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -108,80 +108,68 @@ def find_vllm(given: str | None, environment: Mapping[str, str]) -> Interpreter:
     return Interpreter(os.path.abspath(resolved), name, installed)
 
 
-class _SocketConnection(http.client.HTTPConnection):
-    """httpx would leave a socket open after each failed connection to a socket file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("vllm", timeout=HEALTH_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 def is_healthy(path: Path) -> bool:
     """Whether the server at this socket passes its health check."""
-    connection = _SocketConnection(path)
-    try:
+    # httpx would leave a socket open after each failed connection to a socket file.
+    with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(OSError, http.client.HTTPException):
+        connected.settimeout(HEALTH_SECONDS)
+        connected.connect(str(path))
+        connection = http.client.HTTPConnection("vllm")
+        connection.sock = connected
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 class VllmProcess:
     """One vLLM server, from `start` to `end`. Its methods may be called from any thread."""
 
-    def __init__(self, interpreter: Interpreter, command: Command, environment: Mapping[str, str]) -> None:
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
         self._scratch = Path(tempfile.mkdtemp(prefix="peagle-"))
         self.socket = self._scratch / "vllm.sock"
-        self.version = interpreter.vllm.version
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        """the last lines of its output"""
         if len(str(self.socket)) > MAX_SOCKET_PATH:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise ConfigError(f"{self.socket} is too long for a socket path", hint="set TMPDIR to a shorter directory")
-        self._words = [interpreter.path, "-m", "vllm.entrypoints.cli.main", *command.words[1:]]
-        self._words += ["--uds", str(self.socket), "--disable-uvicorn-access-log"]
-        self._environment = {name: value for name, value in environment.items() if name not in SECRETS}
-        self._environment |= command.environment
-        if interpreter.distribution != "vllm":
-            self._name_distribution(interpreter)
+        self.vllm = interpreter.vllm
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        """the last lines of its output"""
         self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
+        self._reader = threading.Thread(target=self._read, name="peagle-vllm-log", daemon=True)
         self._is_ending = threading.Event()
         self._lock = threading.Lock()
 
-    def _name_distribution(self, interpreter: Interpreter) -> None:
-        """vLLM asks for the version of a distribution named vllm, which its CPU build is not: provide one."""
-        directory = self._scratch / "site" / f"vllm-{interpreter.vllm.version}.dist-info"
-        directory.mkdir(parents=True)
-        version = interpreter.vllm.version if "cpu" in interpreter.vllm.version else f"{interpreter.vllm.version}+cpu"
-        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        paths = [str(directory.parent), *filter(None, [self._environment.get("PYTHONPATH")])]
-        self._environment["PYTHONPATH"] = os.pathsep.join(paths)
-
-    def start(self) -> None:
+    def start(self, command: Command, environment: Mapping[str, str]) -> None:
         """Start it, unless `end` was called first."""
+        words = [self._interpreter.path, "-m", "vllm.entrypoints.cli.main", *command.words[1:]]
+        words += ["--uds", str(self.socket), "--disable-uvicorn-access-log"]
+        variables = {name: value for name, value in environment.items() if name not in SECRETS}
+        variables |= command.environment
         with self._lock:
             if self._is_ending.is_set():
                 return
+            if self._interpreter.distribution != "vllm":
+                variables["PYTHONPATH"] = self._named_distribution(variables.get("PYTHONPATH"))
             self._process = subprocess.Popen(
-                [sys.executable, "-I", guard.__file__, str(GRACE_SECONDS), *self._words],
+                [sys.executable, "-I", guard.__file__, str(GRACE_SECONDS), *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env=self._environment,
+                env=variables,
                 start_new_session=True,
             )
-            self._reader = threading.Thread(target=self._read, name="peagle-vllm-log", daemon=True)
             self._reader.start()
+
+    def _named_distribution(self, path: str | None) -> str:
+        """vLLM asks for the version of a distribution named vllm, which its CPU build is not: a path with one."""
+        version = self.vllm.version
+        directory = self._scratch / "site" / f"vllm-{version}.dist-info"
+        directory.mkdir(parents=True)
+        version = version if "cpu" in version else f"{version}+cpu"
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        return os.pathsep.join(filter(None, [str(directory.parent), path]))
 
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -204,13 +192,13 @@ class VllmProcess:
             if self._is_ending.is_set():
                 raise ServerError("vLLM was stopped before it was ready")
             if self.returncode is not None:
-                raise self._failure(f"vLLM {self.version} ended with status {self.returncode} before it was ready")
+                raise self._failure(f"vLLM {self.vllm.version} ended with status {self.returncode} before it was ready")
             if is_healthy(self.socket):
                 return
             now = time.monotonic()
             if now - started > seconds:
                 self.end()
-                raise self._failure(f"vLLM {self.version} was not ready after {seconds:g} s")
+                raise self._failure(f"vLLM {self.vllm.version} was not ready after {seconds:g} s")
             if now > next_word:
                 next_word = now + PROGRESS_SECONDS
                 log.info("waiting for vLLM: %.0f s", now - started)
@@ -223,82 +211,52 @@ class VllmProcess:
 
     def last_words(self) -> str:
         """The last lines of its output, indented."""
-        if self._reader is not None and self.returncode is not None:
+        if self.returncode is not None:
             self._reader.join(2)
         return "\n".join(f"  {line}" for line in list(self.lines)[-SHOWN_LINES:]) or "  (it wrote nothing)"
 
     def end(self) -> None:
-        """End it and everything it started, and wait for that."""
+        """End it and everything it started, and wait for that. It cannot be started again."""
         self._is_ending.set()
         with self._lock:
             process = self._process
         if process is not None:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(2 * GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("killing the guard process of vLLM, which does not end")
-                process.kill()
-                process.wait()
-            if self._reader is not None:
+            with process:  # closes its pipes
+                process.terminate()
+                try:
+                    process.wait(2 * GRACE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    log.warning("killing the guard process of vLLM, which does not end")
+                    process.kill()
                 self._reader.join(2)
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-class Starter:
-    """Starts vLLM in the loader's thread; `cancel` may be called from another one."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
-        self._process: VllmProcess | None = None
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-
-    def start(
-        self,
-        models: Models,
-        settings: VllmSettings,
-        *,
-        target: str | None,
-        allow_mismatch: bool,
-        max_waiting: int | None,
-    ) -> tuple[VllmProcess, Served]:
-        """Return when vLLM is healthy. If anything fails first, no process is left."""
-        vllm = self._interpreter.vllm
-        settings = prepare(models, settings, vllm, os.environ, target=target, allow_mismatch=allow_mismatch)
-        made = command(settings, vllm, os.environ)
-        log.info("starting vLLM %s: %s", vllm.version, shlex.join(made.words))
-        process = VllmProcess(self._interpreter, made, os.environ)
-        with self._lock:
-            self._process = process
-            if self._is_cancelled:
-                process.end()
-        try:
-            process.start()
-            process.wait_healthy(START_SECONDS)
-        except BaseException:
-            process.end()
-            raise
-        drafter = settings.drafter if made.num_draft_tokens else None
-        return process, Served(
-            names=settings.names,
-            target=models.name,
-            engine=f"vLLM {vllm.version}",
-            max_batch=made.max_batch * settings.data_parallel_size,
-            max_waiting=max_waiting,
-            num_draft_tokens=made.num_draft_tokens,
-            method=drafter.method if drafter else None,
-            drafter_name=models.drafter_name if drafter else None,
-            acceptance=models.acceptance if drafter else {},
-        )
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._is_cancelled = True
-            process = self._process
-        if process is not None:
-            process.end()
+def start(
+    process: VllmProcess,
+    models: Models,
+    settings: VllmSettings,
+    *,
+    target: str | None,
+    allow_mismatch: bool,
+    max_waiting: int | None,
+) -> Served:
+    """Start the process and return when it is healthy. The caller ends it, also if this fails."""
+    vllm = process.vllm
+    settings = prepare(models, settings, vllm, os.environ, target=target, allow_mismatch=allow_mismatch)
+    made = command(settings, vllm, os.environ)
+    log.info("starting vLLM %s: %s", vllm.version, shlex.join(made.words))
+    process.start(made, os.environ)
+    process.wait_healthy(START_SECONDS)
+    drafter = settings.drafter if made.num_draft_tokens else None
+    return Served(
+        names=settings.names,
+        target=models.name,
+        engine=f"vLLM {vllm.version}",
+        max_batch=made.max_batch * settings.data_parallel_size,
+        max_waiting=max_waiting,
+        num_draft_tokens=made.num_draft_tokens,
+        method=drafter.method if drafter else None,
+        drafter_name=models.drafter_name if drafter else None,
+        acceptance=models.acceptance if drafter else {},
+    )

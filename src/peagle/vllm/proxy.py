@@ -210,23 +210,22 @@ class ProxyService(Backend):
     async def _broken(self, error: httpx.HTTPError) -> Exception:
         if self._is_ending:
             return unavailable("the server stopped before this answer was finished", "server_draining")
-        if await self._is_dying():
-            return EngineDeadError(f"{self.served.engine} ended with status {self.child.returncode}")
+        if death := await self._death():
+            return death
         log.error("%s broke off a response: %r", self.served.engine, error)
         return HttpError(502, "the engine broke off this response; see the server's log", code="engine_error")
 
-    async def _is_dying(self) -> bool:
-        """Whether the process has ended or ends within a second: its last responses arrive before its exit status."""
+    async def _death(self) -> EngineDeadError | None:
+        """The error if the process has ended or ends within a second: its last responses arrive before its status."""
         deadline = time.monotonic() + DYING_SECONDS
         while self.child.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        return self.child.returncode is not None
+        status = self.child.returncode
+        return None if status is None else EngineDeadError(f"{self.served.engine} ended with status {status}")
 
     async def _refusal(self, status: int, content: bytes) -> Exception:
         error = as_error(status, content)
-        if status == 500 and await self._is_dying():
-            return EngineDeadError(f"{self.served.engine} ended with status {self.child.returncode}")
-        return error
+        return (await self._death() if status == 500 else None) or error
 
     async def _whole(self, path: str, body: dict[str, Any], request: Request) -> Response:
         async with self._place():
@@ -279,10 +278,10 @@ class ProxyRoutes(Routes[ProxyService]):
         return JsonResponse({"version": __version__, "engine": service.served.engine if service else None})
 
     async def answer(self, path: str, data: Any, request: Request) -> Response:
-        return await self.answering().forward(path, data, request)
+        return await self.lifecycle.answering().forward(path, data, request)
 
     async def other(self, request: Request) -> Response:
-        service = self.lifecycle.ready_service()
+        service = self.lifecycle.answering()
         if request.url.path not in service.fields:
             raise HTTPException(404)
         return await service.forward(request.url.path, await read_json(request, self.settings), request)
