@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "PEAGLE_API_KEY"
-MARKERS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
-"""Shorter help: no None as a value, and only the flag that changes a boolean's default."""
+MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+"""Flags without their group's name; no None as a value; only the flag that changes a boolean's default."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,6 @@ def _header_safe(key: str, source: str) -> str:
     return key
 
 
-TargetOptions = Annotated[TargetArguments, tyro.conf.OmitArgPrefixes]
-DrafterOptions = Annotated[DrafterArguments, tyro.conf.OmitArgPrefixes]
-KeyOptions = Annotated[KeyArguments, tyro.conf.OmitArgPrefixes]
-
-
 def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:
     """Comma-separated values without duplicates."""
 
@@ -155,8 +150,8 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
 
     Errors raised by the dataclass propagate. Tyro explains other bad options on stderr and exits with status 2.
     """
-    if "default" not in options:  # a recipe may have changed the default of a boolean: keep both of its flags
-        options["config"] = MARKERS
+    # A recipe may have changed the default of a boolean: keep both of its flags.
+    options["config"] = MARKERS[:1] if "default" in options else MARKERS
     options |= {"prog": f"peagle {command}", "description": description or sys.modules[kind.__module__].__doc__}
     output = io.StringIO()
     try:

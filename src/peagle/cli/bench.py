@@ -13,17 +13,7 @@ from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.report import check_plot, document_of, facts_of, plot, print_report, tables
-from peagle.cli.arguments import (
-    DrafterArguments,
-    DrafterOptions,
-    Files,
-    Names,
-    Numbers,
-    TargetArguments,
-    TargetOptions,
-    accelerator,
-    parse,
-)
+from peagle.cli.arguments import DrafterArguments, Files, Names, Numbers, TargetArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
 from peagle.data.prompts import read_prompts, workload_name
@@ -68,8 +58,8 @@ class Arguments:
     """drafter directory for eagle3; default: the one that ships for the target"""
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
     @property
     def params(self) -> SamplingParams:

@@ -17,7 +17,7 @@ from peagle.bench.offline import default_num_requests
 from peagle.bench.online import Load, Result, measure, read_goals
 from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.report import check_plot, print_report
-from peagle.cli.arguments import DEFAULT_URL, Files, KeyArguments, KeyOptions, Numbers, comma_list, parse
+from peagle.cli.arguments import DEFAULT_URL, Files, KeyArguments, Numbers, comma_list, parse
 from peagle.cli.progress import progress_bar
 from peagle.data.prompts import Prompt, read_prompts, workload_name
 from peagle.errors import ConfigError
@@ -74,7 +74,7 @@ class Arguments:
     """with --json: include times, lengths and text of every request"""
     plot: Path | None = None
     """plot throughput and TPOT into this file (.png, .svg or .pdf)"""
-    key: KeyOptions = field(default_factory=KeyArguments)
+    key: KeyArguments = field(default_factory=KeyArguments)
 
 
 def main(argv: list[str]) -> int:

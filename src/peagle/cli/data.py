@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from peagle.cli.arguments import TargetArguments, TargetOptions, parse
+from peagle.cli.arguments import TargetArguments, parse
 from peagle.cli.inspection import show
 from peagle.cli.progress import progress_bar
 from peagle.cli.recipe import merged, part, recipe_path, recipe_settings, reject_recipe_only
@@ -51,15 +51,15 @@ class Run:
     """TOML file with more settings; options override it"""
     json: bool = False
     """print one JSON document instead of a table"""
-    target: TargetOptions = field(default_factory=TargetArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthesize(Run):
     given: tuple[Path, ...] = ()
     """prompt files to answer as well"""
-    until: Annotated[Until, tyro.conf.OmitArgPrefixes]
-    answers: Annotated[SynthesisSettings, tyro.conf.OmitArgPrefixes]
+    until: Until
+    answers: SynthesisSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Regenerate(Run):
     """prompt files"""
     limit: int | None = None
     """use only the first N prompts of each file"""
-    answers: Annotated[RegenerationSettings, tyro.conf.OmitArgPrefixes]
+    answers: RegenerationSettings
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ class AccountArguments:
         return Aws(self.region or os.environ.get("AWS_REGION"), self.profile)
 
 
-AccountOptions = Annotated[AccountArguments, tyro.conf.OmitArgPrefixes]
-
-
 @dataclass(frozen=True)
 class RunArguments:
     """This run."""
@@ -59,15 +56,15 @@ class RunArguments:
 class DeployArguments:
     name: Name
     """endpoint name: letters, digits, hyphens"""
-    serving: Annotated[Serving, tyro.conf.OmitArgPrefixes] = field(default_factory=Serving)
-    host: Annotated[Host, tyro.conf.OmitArgPrefixes] = field(default_factory=Host)
-    account: AccountOptions = field(default_factory=AccountArguments)
-    run: Annotated[RunArguments, tyro.conf.OmitArgPrefixes] = field(default_factory=RunArguments)
+    serving: Serving = field(default_factory=Serving)
+    host: Host = field(default_factory=Host)
+    account: AccountArguments = field(default_factory=AccountArguments)
+    run: RunArguments = field(default_factory=RunArguments)
 
 
 @dataclass(frozen=True)
 class UpdateArguments(DeployArguments):
-    rolling: Annotated[Rolling, tyro.conf.OmitArgPrefixes] = field(default_factory=Rolling)
+    rolling: Rolling = field(default_factory=Rolling)
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class StatusArguments:
     """also look in this bucket; default: peagle's own and those named in tags"""
     json: bool = False
     """print one JSON document as the last line of stdout"""
-    account: AccountOptions = field(default_factory=AccountArguments)
+    account: AccountArguments = field(default_factory=AccountArguments)
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class DeleteArguments:
     """delete the endpoint's log group too"""
     dry_run: bool = False
     """print every call that would delete something as a line of JSON, and make none"""
-    account: AccountOptions = field(default_factory=AccountArguments)
+    account: AccountArguments = field(default_factory=AccountArguments)
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class InvokeArguments:
     """0 is greedy"""
     json: bool = False
     """print one JSON document instead of streaming the text"""
-    account: AccountOptions = field(default_factory=AccountArguments)
+    account: AccountArguments = field(default_factory=AccountArguments)
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, DrafterOptions, parse
+from peagle.cli.arguments import DrafterArguments, parse
 from peagle.errors import ConfigError
 from peagle.vllm.command import TESTED, Installed, Parallelism, VllmSettings
 from peagle.vllm.flags import split_words, with_flags
@@ -47,8 +47,8 @@ class Arguments:
     """prefix of every name in the Compose file and the manifest"""
     port: int = 8000
     """port that vLLM listens on"""
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
-    parallel: Annotated[Parallelism, tyro.conf.OmitArgPrefixes] = field(default_factory=Parallelism)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
+    parallel: Parallelism = field(default_factory=Parallelism)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

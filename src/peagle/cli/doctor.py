@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from peagle import __version__
-from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
 from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import commit, package_version, processor_name
 
@@ -43,8 +43,8 @@ class Arguments:
     """measure acceptance on the first 16 prompts of this file instead of the gate's, for which the card has figures"""
     json: bool = False
     """print one JSON document instead of tables"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

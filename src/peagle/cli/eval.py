@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from peagle.cli.arguments import (
-    DrafterArguments,
-    DrafterOptions,
-    TargetArguments,
-    TargetOptions,
-    accelerator,
-    parse,
-)
+from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
@@ -46,8 +39,8 @@ class Arguments:
     """write the result to the drafter's card, as the baseline of the server's drift alarm"""
     json: bool = False
     """print one JSON document instead of a table"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

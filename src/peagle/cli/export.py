@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import (
-    DrafterArguments,
-    DrafterOptions,
-    TargetArguments,
-    TargetOptions,
-    accelerator,
-    parse,
-)
+from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
 from peagle.errors import ConfigError
 from peagle.vllm.command import RUNNER_VARIABLE
 
@@ -42,8 +35,8 @@ class Arguments:
     """the drafter; the same as --drafter"""
     to: Layout = "vllm"
     """layout to write"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
     def __post_init__(self) -> None:
         if self.directory is not None and self.drafter.drafter is not None:

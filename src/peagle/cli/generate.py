@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
 from peagle.compare.divergence import Divergence, first_divergence
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -80,9 +80,9 @@ class Arguments:
     """continue the prompt without the chat template"""
     json: bool = False
     """print one JSON document instead of text and table"""
-    sampling: Annotated[SamplingArguments, tyro.conf.OmitArgPrefixes] = field(default_factory=SamplingArguments)
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    sampling: SamplingArguments = field(default_factory=SamplingArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 @dataclass

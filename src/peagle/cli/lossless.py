@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from peagle.cli.arguments import (
-    DrafterArguments,
-    DrafterOptions,
-    TargetArguments,
-    TargetOptions,
-    accelerator,
-    parse,
-)
+from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.compare.lossless import Settings, examine
 from peagle.compare.lossless_report import document_of, markdown_of
@@ -58,8 +51,8 @@ class Arguments:
     """answers drawn per prompt of the distribution test, which uses the first two prompts"""
     json: bool = False
     """print one JSON document instead of Markdown"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, DrafterOptions, TargetArguments, TargetOptions, parse
+from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
@@ -55,11 +55,11 @@ class Arguments:
     """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers or a measurement recommend"""
     engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
     """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
-    target: TargetOptions = field(default_factory=TargetArguments)
-    drafter: DrafterOptions = field(default_factory=DrafterArguments)
-    server: Annotated[ServerOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ServerOptions)
-    engine: Annotated[EngineOptions, tyro.conf.OmitArgPrefixes] = DEFAULT_ENGINE
-    vllm: Annotated[VllmOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=VllmOptions)
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
+    server: ServerOptions = field(default_factory=ServerOptions)
+    engine: EngineOptions = DEFAULT_ENGINE
+    vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
     def settings(self) -> ServerSettings:

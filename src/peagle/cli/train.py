@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from peagle.cli.arguments import TargetArguments, TargetOptions, parse
+from peagle.cli.arguments import TargetArguments, parse
 from peagle.cli.progress import progress_bar
 from peagle.cli.recipe import merged, part, recipe_path, recipe_settings, reject_recipe_only
 from peagle.data.json_rows import read_lines
@@ -28,13 +28,13 @@ GROUPS = (DataSettings, DrafterSettings, TrainingSettings, HardwareSettings)
 
 @dataclass(frozen=True)
 class Arguments:
-    data: Annotated[DataSettings, tyro.conf.OmitArgPrefixes]
-    drafter: Annotated[DrafterSettings, tyro.conf.OmitArgPrefixes]
-    training: Annotated[TrainingSettings, tyro.conf.OmitArgPrefixes]
-    hardware: Annotated[HardwareSettings, tyro.conf.OmitArgPrefixes]
+    data: DataSettings
+    drafter: DrafterSettings
+    training: TrainingSettings
+    hardware: HardwareSettings
     recipe: Path | None = None
     """TOML file with training settings; options override it"""
-    target: TargetOptions = field(default_factory=TargetArguments)
+    target: TargetArguments = field(default_factory=TargetArguments)
 
 
 def main(argv: list[str]) -> int:
