@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,22 +185,27 @@ def _requests(cell: dict[str, Any]) -> str:
     return str(ours) if plain in (None, ours) else f"{ours} ({plain})"
 
 
-def print_report(document: dict[str, Any], as_json: bool, tables_of: Callable[..., list[Table]]) -> None:
+def print_document(document: dict[str, Any], as_json: bool, *tables: Table) -> None:
+    """Print the result of a command: one line of JSON, or its tables."""
     if as_json:
         print(json.dumps(document))
         return
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_WIDTH))
-    console.print(*tables_of(document), sep="\n")
+        console = Console(width=max(console.width, TABLE_WIDTH), highlight=False)
+    console.print(*tables, sep="\n")
+
+
+def check_output(flag: str, path: Path, suffixes: Sequence[str]) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    if path.suffix.lower() not in suffixes:
+        raise ConfigError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no directory {path.parent}", hint="create it first")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a plot that cannot be written, before anything is measured."""
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {path}: the name must end in {', '.join(PLOT_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: no directory {path.parent}", hint="create it first")
+    check_output("--plot", path, PLOT_SUFFIXES)
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError("matplotlib", "bench", "--plot")
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
 T = TypeVar("T")
+D = TypeVar("D", "TargetArguments", "DrafterArguments")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "PEAGLE_API_KEY"
@@ -165,6 +166,14 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
             raise cause from None
         sys.stderr.write(output.getvalue())
         raise
+
+
+def with_positional(options: D, name: str, value: str | None) -> D:
+    """`options` with the field `name` given as a positional argument; refuses both."""
+    option = getattr(options, name)
+    if value is not None and option is not None:
+        raise ConfigError(f"two {name}s are given: {value} and --{name} {option}", hint="give one of them")
+    return options if value is None else replace(options, **{name: value})
 
 
 def accelerator(target: "HFTarget") -> str | None:

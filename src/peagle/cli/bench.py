@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, depths_of, llm_factory, shipped_eagle3_drafter, sweep
-from peagle.bench.report import check_plot, document_of, facts_of, plot, print_report, tables
+from peagle.bench.report import check_plot, document_of, facts_of, plot, print_document, tables
 from peagle.cli.arguments import DrafterArguments, Files, Names, Numbers, TargetArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     run = run_dummy if arguments.dummy is not None else run_workload
     facts, interrupt = run(arguments, results)
     document = document_of(results, **facts, is_interrupted=interrupt is not None)
-    print_report(document, arguments.json, tables)
+    print_document(document, arguments.json, *tables(document))
     if arguments.plot is not None and any(result.answers for result in results):
         plot(document, arguments.plot)
     if interrupt is not None:

@@ -16,7 +16,7 @@ from peagle.bench.client import Outcome, Question, root_of
 from peagle.bench.offline import default_num_requests
 from peagle.bench.online import Load, Result, measure, read_goals
 from peagle.bench.online_report import document_of, plot, tables
-from peagle.bench.report import check_plot, print_report
+from peagle.bench.report import check_plot, print_document
 from peagle.cli.arguments import DEFAULT_URL, Files, KeyArguments, Numbers, comma_list, parse
 from peagle.cli.progress import progress_bar
 from peagle.data.prompts import Prompt, read_prompts, workload_name
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     }
     question = replace(question, model=model)
     document = document_of(results, question, goals=goals, is_detailed=arguments.detailed, **facts)
-    print_report(document, arguments.json, tables)
+    print_document(document, arguments.json, *tables(document))
     if arguments.plot is not None and any(row["output_throughput"] for row in document["results"]):
         plot(document, arguments.plot)
     if interrupt is not None:

@@ -4,20 +4,16 @@ With a name: details of one model, and how to serve it. Add your own models in a
 catalog.toml in ~/.config/peagle; see docs/guides/models.md).
 """
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
+from peagle.bench.report import print_document
 from peagle.cli.arguments import parse
 from peagle.errors import ConfigError, nearest
 from peagle.targets.catalog import entries, find, user_file
 from peagle.targets.catalog_report import describe, details, overview
-
-TABLE_WIDTH = 180
-"""Columns of a table that goes to a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,5 @@ def main(argv: list[str]) -> int:
             hint = nearest(arguments.name, [each.name for each in known])
             raise ConfigError(f"no {arguments.name!r} in the catalog", hint=hint)
         document, shown = describe(entry), details(entry)
-    if arguments.json:
-        print(json.dumps(document))
-    else:
-        console = Console(highlight=False)
-        console = console if console.is_terminal else Console(width=TABLE_WIDTH, highlight=False)
-        console.print(shown)
+    print_document(document, arguments.json, shown)
     return 0

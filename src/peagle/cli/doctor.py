@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from peagle import __version__
-from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
+from peagle.bench.report import make_table
+from peagle.cli.arguments import DrafterArguments, TargetArguments, parse, with_positional
+from peagle.cli.progress import progress_bar
+from peagle.data.prompts import read_prompts
 from peagle.errors import CheckpointError, ConfigError
 from peagle.provenance import commit, package_version, processor_name
 
@@ -33,7 +35,7 @@ STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
 
 @dataclass(frozen=True)
 class Arguments:
-    directory: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
+    directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """a drafter directory to check against the target; the same as --drafter"""
     engine: Literal["native", "vllm"] = "native"
     """the engine that will serve it; vllm also runs vLLM if it is installed here or PEAGLE_VLLM_PYTHON names one"""
@@ -49,23 +51,21 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "doctor", argv)
-    given = given_drafter(arguments)
-    check_options(arguments, given)
+    given = with_positional(arguments.drafter, "drafter", arguments.directory).drafter
+    if given is None:
+        for name, default in (("prompts", None), ("record", False), ("engine", "native")):
+            if getattr(arguments, name) != default:
+                raise ConfigError(f"--{name} needs a drafter", hint="give its directory: peagle doctor DRAFTER")
     document: dict[str, Any] = {"machine": machine(arguments)}
     verdict = None
-    if given is not None or arguments.target.target is not None:
-        target = target_arguments(arguments).load()
-        document["target"] = describe_target(target)
-        if arguments.record:
-            record(target, given)
-        allow_mismatch = arguments.drafter.allow_mismatch
-        if given is None:
-            document |= describe_shipped(target, allow_mismatch)
-        else:
-            verdict = examine(target, given, arguments)
-            document["gate"] = verdict.to_json()
-        if verdict is not None and verdict.passed:
-            document["drafter"] = describe_drafter(target, given, allow_mismatch)
+    if given is not None:
+        target, verdict = examine(given, arguments)
+        document |= {"target": describe_target(target), "gate": verdict.to_json()}
+        if verdict.passed:
+            document["drafter"] = describe_drafter(target, given, arguments.drafter.allow_mismatch)
+    elif arguments.target.target is not None:
+        target = arguments.target.load()
+        document |= {"target": describe_target(target)} | describe_shipped(target, arguments.drafter.allow_mismatch)
     if arguments.json:
         print(json.dumps(document))
     else:
@@ -73,70 +73,35 @@ def main(argv: list[str]) -> int:
     return 0 if verdict is None or verdict.passed else FAILED
 
 
-def given_drafter(arguments: Arguments) -> Path | str | None:
-    if arguments.directory is not None and arguments.drafter.drafter is not None:
-        raise ConfigError(
-            f"two drafters are given: {arguments.directory} and --drafter {arguments.drafter.drafter}",
-            hint="give one of them",
-        )
-    return arguments.directory or arguments.drafter.drafter
-
-
-def check_options(arguments: Arguments, given: Path | str | None) -> None:
-    """Refuse options that have no effect."""
-    if given is None:
-        for name in ("prompts", "record"):
-            if getattr(arguments, name):
-                raise ConfigError(
-                    f"--{name} needs a drafter",
-                    hint="give its directory: peagle doctor DRAFTER",
-                )
-        if arguments.engine != "native":
-            raise ConfigError("--engine needs a drafter", hint="give its directory: peagle doctor DRAFTER")
-
-
-def target_arguments(arguments: Arguments) -> TargetArguments:
-    """The target options; float32 if vLLM is compared token by token, since rounding would make it diverge."""
-    from peagle.compare.vllm_parity import find_vllm_python
-
-    is_compared = arguments.engine == "vllm" and find_vllm_python() is not None
-    if is_compared and arguments.target.dtype == "auto":
-        return replace(arguments.target, dtype="float32")
-    return arguments.target
-
-
-def record(target: "HFTarget", given: Path | str | None) -> None:
+def examine(given: str, arguments: Arguments) -> "tuple[HFTarget, Verdict]":
+    """Load the target and put the drafter through the gate."""
     from peagle.checkpoint.native import drafter_directory
-    from peagle.compare.evidence import record_evidence
-
-    record_evidence(drafter_directory(given, target), target)
-
-
-def examine(target: "HFTarget", given: Path | str, arguments: Arguments) -> "Verdict":
-    """Put the directory through the gate."""
     from peagle.checkpoint.reading import find_directory
-    from peagle.cli.progress import progress_bar
+    from peagle.compare.answers import render_prompt
+    from peagle.compare.evidence import record_evidence
     from peagle.compare.gate import Gate
     from peagle.compare.vllm_parity import find_vllm_python
 
+    options, prompts = arguments.target, None
+    vllm_python = find_vllm_python() if arguments.engine == "vllm" else None
+    if vllm_python is not None and options.dtype == "auto":
+        options = replace(options, dtype="float32")  # tokens are compared, and rounding would make them diverge
+    target = options.load()
+    if arguments.record:
+        record_evidence(drafter_directory(given, target), target)
+    if arguments.prompts is not None:
+        prompts = [render_prompt(target, each) for each in read_prompts(arguments.prompts, limit=MAX_PROMPTS)]
     gate = Gate(
         find_directory(given, target),
         target,
         arguments.engine,
-        prompts=None if arguments.prompts is None else read_token_ids(target, arguments.prompts),
-        vllm_python=find_vllm_python() if arguments.engine == "vllm" else None,
+        prompts=prompts,
+        vllm_python=vllm_python,
         allow_mismatch=arguments.drafter.allow_mismatch,
     )
     with progress_bar() as progress:
         task = progress.add_task("checking", total=None)
-        return gate.run(lambda name: progress.update(task, description=f"checking {name}"))
-
-
-def read_token_ids(target: "HFTarget", path: Path) -> list[list[int]]:
-    from peagle.compare.answers import render_prompt
-    from peagle.data.prompts import read_prompts
-
-    return [render_prompt(target, prompt) for prompt in read_prompts(path, limit=MAX_PROMPTS)]
+        return target, gate.run(lambda name: progress.update(task, description=f"checking {name}"))
 
 
 def machine(arguments: Arguments) -> dict[str, Any]:
@@ -174,7 +139,7 @@ def describe_target(target: "HFTarget") -> dict[str, Any]:
     }
 
 
-def describe_drafter(target: "HFTarget", given: Path | str | None, allow_mismatch: bool) -> dict[str, Any]:
+def describe_drafter(target: "HFTarget", given: str | None, allow_mismatch: bool) -> dict[str, Any]:
     """Facts about a drafter that fits the target."""
     from peagle.checkpoint.card import differences, read_card
     from peagle.checkpoint.native import drafter_directory, load_drafter
@@ -219,30 +184,22 @@ def describe_shipped(target: "HFTarget", allow_mismatch: bool) -> dict[str, Any]
 
 def show(document: dict[str, Any], verdict: "Verdict | None") -> None:
     console = Console()
-    for title, rows in document.items():
+    for title, facts in document.items():
         if title != "gate":
-            console.print(table(title, rows))
-    if verdict is not None:
-        console.print(gate_table(verdict))
-        for line in conclusion(verdict):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def table(title: str, rows: dict[str, Any]) -> Table:
-    result = Table(title=title, show_header=False)
-    for name, value in rows.items():
-        result.add_row(name.replace("_", " "), "unknown" if value is None else str(value))
-    return result
-
-
-def gate_table(verdict: "Verdict") -> Table:
-    result = Table(title=f"gate for the {verdict.engine} engine")
-    for name in ("check", "result", "found"):
-        result.add_column(name)
-    for check in verdict.checks:
-        style = STYLES.get(check.status, "dim")
-        result.add_row(check.name, f"[{style}]{check.status}[/]", escape(check.found))
-    return result
+            rows = [
+                (name.replace("_", " "), "unknown" if value is None else str(value)) for name, value in facts.items()
+            ]
+            console.print(make_table(title, ("", ""), rows, num_right=0, show_header=False))
+    if verdict is None:
+        return
+    checks = [
+        (check.name, f"[{STYLES.get(check.status, 'dim')}]{check.status}[/]", escape(check.found))
+        for check in verdict.checks
+    ]
+    title = f"gate for the {verdict.engine} engine"
+    console.print(make_table(title, ("check", "result", "found"), checks, num_right=0))
+    for line in conclusion(verdict):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def conclusion(verdict: "Verdict") -> list[str]:

@@ -4,7 +4,6 @@ The directory is read back and compared first. `vllm` is vLLM's own layout and t
 that library's, which names its target, so that `vllm serve DIR` needs no more options.
 """
 
-import dataclasses
 import json
 import logging
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
+from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse, with_positional
 from peagle.errors import ConfigError
 from peagle.vllm.command import RUNNER_VARIABLE
 
@@ -38,21 +37,13 @@ class Arguments:
     target: TargetArguments = field(default_factory=TargetArguments)
     drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
-    def __post_init__(self) -> None:
-        if self.directory is not None and self.drafter.drafter is not None:
-            raise ConfigError(
-                f"two drafters are given: {self.directory} and {self.drafter.drafter}", hint="give one of them"
-            )
-
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "export", argv)
+    options = with_positional(arguments.drafter, "drafter", arguments.directory)
     output = arguments.output.expanduser().absolute()
     check_output(output)
     target = arguments.target.load()
-    options = arguments.drafter
-    if arguments.directory is not None:
-        options = dataclasses.replace(options, drafter=arguments.directory)
     drafter = options.load(target)
 
     from peagle.checkpoint import speculators, vllm

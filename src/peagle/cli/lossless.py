@@ -4,19 +4,21 @@ Use it before production or after a change. `peagle eval` measures acceptance; `
 prompt side by side.
 """
 
-import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
+from peagle.bench.report import check_output
+from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse, with_positional
 from peagle.cli.progress import progress_bar
 from peagle.compare.lossless import Settings, examine
 from peagle.compare.lossless_report import document_of, markdown_of
+from peagle.data.config import require_at_least
+from peagle.data.prompts import Prompt, read_prompts
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
 
@@ -57,61 +59,38 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "lossless", argv)
-    check_options(arguments)
-    target_arguments = arguments.target
-    if arguments.name is not None:
-        target_arguments = dataclasses.replace(target_arguments, target=arguments.name)
-    prompts = read_rows(arguments)
-    settings_of(arguments, 1)  # report bad settings before anything is loaded
-    target = target_arguments.load()
-    drafter = arguments.drafter.load(target)
-    settings = settings_of(arguments, drafter.config.usual_num_draft_tokens)
-    token_ids = render(target, prompts)
-    with progress_bar() as progress:
-        task = progress.add_task("comparing", total=None)
-        findings = examine(target, drafter, token_ids, settings, lambda stage: progress.update(task, description=stage))
-    facts = facts_of(arguments, target, drafter, token_ids)
-    document = document_of(findings, settings=dataclasses.asdict(settings), **facts)
-    markdown = markdown_of(document, lambda ids: str(target.tokenizer.decode(list(ids))))
-    if arguments.output is not None:
-        is_json = arguments.output.suffix.lower() == ".json"
-        text = json.dumps(document, indent=2) + "\n" if is_json else markdown
-        arguments.output.expanduser().write_text(text, encoding="utf-8")
-    print(json.dumps(document) if arguments.json else markdown, end="\n" if arguments.json else "")
-    return 0 if findings.is_lossless else NOT_LOSSLESS
-
-
-def check_options(arguments: Arguments) -> None:
-    if arguments.name is not None and arguments.target.target is not None:
-        raise ConfigError(
-            f"two targets are given: {arguments.name} and --target {arguments.target.target}", hint="give one of them"
-        )
-    output = arguments.output
-    if output is not None and output.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--output {output}: the name must end in {' or '.join(SUFFIXES)}")
-    if output is not None and not output.expanduser().absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}", hint="create it first")
-    if arguments.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {arguments.limit}")
-
-
-def settings_of(arguments: Arguments, usual: int) -> Settings:
-    return Settings(
-        usual if arguments.num_draft_tokens is None else arguments.num_draft_tokens,
+    target_arguments = with_positional(arguments.target, "target", arguments.name)
+    output = arguments.output and arguments.output.expanduser()
+    if output is not None:
+        check_output("--output", output, SUFFIXES)
+    require_at_least(arguments, 1, "limit")
+    settings = Settings(
+        1 if arguments.num_draft_tokens is None else arguments.num_draft_tokens,
         arguments.max_tokens,
         arguments.temperature,
         arguments.num_seeds,
         arguments.num_samples,
     )
+    prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
+    target = target_arguments.load()
+    drafter = arguments.drafter.load(target)
+    if arguments.num_draft_tokens is None:
+        settings = replace(settings, num_draft_tokens=drafter.config.usual_num_draft_tokens)
+    token_ids = render(target, prompts)
+    with progress_bar() as progress:
+        task = progress.add_task("comparing", total=None)
+        findings = examine(target, drafter, token_ids, settings, lambda stage: progress.update(task, description=stage))
+    facts = facts_of(arguments, target, drafter, token_ids)
+    document = document_of(findings, settings=asdict(settings), **facts)
+    markdown = markdown_of(document, lambda ids: str(target.tokenizer.decode(list(ids))))
+    if output is not None:
+        is_json = output.suffix.lower() == ".json"
+        output.write_text(json.dumps(document, indent=2) + "\n" if is_json else markdown, encoding="utf-8")
+    print(json.dumps(document) if arguments.json else markdown, end="\n" if arguments.json else "")
+    return 0 if findings.is_lossless else NOT_LOSSLESS
 
 
-def read_rows(arguments: Arguments) -> list[Any] | None:
-    from peagle.data.prompts import read_prompts
-
-    return None if arguments.prompts is None else list(read_prompts(arguments.prompts, limit=arguments.limit))
-
-
-def render(target: "HFTarget", prompts: list[Any] | None) -> list[list[int]]:
+def render(target: "HFTarget", prompts: list[Prompt] | None) -> list[list[int]]:
     from peagle.compare.answers import render_prompt
     from peagle.compare.evidence import gate_prompts
 
@@ -134,7 +113,7 @@ def facts_of(
     from peagle.checkpoint.native import drafter_directory
     from peagle.compare.evidence import fingerprints, own_tensors, prompts_hash
 
-    identity = dataclasses.asdict(TargetIdentity.of(target))
+    identity = asdict(TargetIdentity.of(target))
     tensors = fingerprints(own_tensors(target, drafter))
     content = json.dumps(tensors, sort_keys=True).encode()
     return {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
+from peagle.cli.arguments import DrafterArguments, TargetArguments, parse, with_positional
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
@@ -69,10 +69,7 @@ class Arguments:
 def main(argv: list[str]) -> int:
     argv, words = split_words(argv)
     arguments = parse(Arguments, "serve", argv)
-    if arguments.name is not None and arguments.target.target is not None:
-        raise ConfigError(
-            f"two targets: {arguments.name} and --target {arguments.target.target}", hint="give one of them"
-        )
+    arguments = replace(arguments, name=None, target=with_positional(arguments.target, "target", arguments.name))
     is_vllm = arguments.engine_name == "vllm"
     changed = [each.name for each in fields(VllmOptions) if getattr(arguments.vllm, each.name) != each.default]
     only_vllm = [*(f"--{name.replace('_', '-')}" for name in changed), *words[:1]]
@@ -98,7 +95,7 @@ def main(argv: list[str]) -> int:
 def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:
     """Fill in from a container's environment what the command line leaves open."""
     target, drafter = arguments.target, arguments.drafter
-    name = arguments.name or target.target or conventions.target
+    name = target.target or conventions.target
     if conventions.is_container and name is None:
         log.warning("no SM_VLLM_MODEL, no /opt/ml/model and no HF_MODEL_ID: serving the embedded default")
     dtype: Any = target.dtype if target.dtype != "auto" else conventions.dtype or "auto"
@@ -108,7 +105,6 @@ def with_conventions(arguments: Arguments, conventions: Conventions) -> Argument
     given = arguments.num_draft_tokens
     return replace(
         arguments,
-        name=None,
         num_draft_tokens=conventions.num_draft_tokens if given is None else given,
         server=server,
         engine=_overlaid(arguments.engine, DEFAULT_ENGINE, conventions.engine),
