@@ -1,6 +1,7 @@
 """Options shared by several commands, and how to parse them."""
 
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -153,7 +154,8 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
     """
     # A recipe may have changed the default of a boolean: keep both of its flags.
     options["config"] = MARKERS[:1] if "default" in options else MARKERS
-    options |= {"prog": f"peagle {command}", "description": description or sys.modules[kind.__module__].__doc__}
+    description = inspect.cleandoc(description or sys.modules[kind.__module__].__doc__ or "")
+    options |= {"prog": f"peagle {command}", "description": description}
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -173,7 +175,8 @@ def with_positional(options: D, name: str, value: str | None) -> D:
     option = getattr(options, name)
     if value is not None and option is not None:
         raise ConfigError(f"two {name}s are given: {value} and --{name} {option}", hint="give one of them")
-    return options if value is None else replace(options, **{name: value})
+    changes: dict[str, Any] = {} if value is None else {name: value}
+    return replace(options, **changes)
 
 
 def accelerator(target: "HFTarget") -> str | None:

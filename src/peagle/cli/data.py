@@ -11,34 +11,15 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
+from peagle.bench.report import make_table, print_document
 from peagle.cli.arguments import TargetArguments, parse
 from peagle.cli.inspection import show
 from peagle.cli.progress import progress_bar
-from peagle.cli.recipe import merged, part, recipe_path, recipe_settings, reject_recipe_only
-from peagle.data.config import (
-    RegenerationConfig,
-    RegenerationSettings,
-    SynthesisConfig,
-    SynthesisSettings,
-    Until,
-)
+from peagle.cli.recipe import parse_with_recipe
+from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until
 from peagle.data.progress import RunProgress
 from peagle.data.prompts import read_dialogs
-from peagle.errors import PeagleError, nearest
-
-SYNTHESIZE = """Generate training data from nothing: the target writes questions and answers them.
-
-Prompted with an empty user turn, an instruction-tuned target writes what a user would ask. More settings: recipe file
-(docs/guides/data.md)."""
-REGENERATE = """Generate training data from prompt files: the target answers them turn by turn.
-
-Answers in the files are replaced. Formats are recognized by their keys: OpenAI messages, ShareGPT conversations,
-MT-Bench turns, {"prompt": ...} and more; JSON, JSONL or text with one prompt per line, plain or gzipped."""
-INSPECT = """Show statistics of training data: counts, lengths, tokens, and examples with the trained part colored.
-
-Takes a directory written by `peagle data`, or a file of conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,75 +69,48 @@ class Inspect:
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(overview())
-        return 0
-    name, *rest = argv
-    if name not in ACTIONS:
-        raise PeagleError(f"no command 'data {name}'", hint=f"{nearest(name, ACTIONS)} See `peagle data --help`")
-    return ACTIONS[name](rest)
-
-
-def overview() -> str:
-    lines = [f"  {name:<10}  {text.splitlines()[0]}" for name, text in DESCRIPTIONS.items()]
-    return "\n".join(
-        [
-            f"usage: peagle data [-h] {{{','.join(DESCRIPTIONS)}}} [OPTIONS]",
-            "",
-            *(__doc__ or "").strip().splitlines(),
-            "",
-            *lines,
-            "",
-            "`peagle data COMMAND --help` lists a command's options.",
-        ]
-    )
+    actions = {"synthesize": synthesize, "regenerate": regenerate, "inspect": inspect}
+    return actions[argv[0]](argv[1:])
 
 
 def synthesize(argv: list[str]) -> int:
-    reject_recipe_only(SynthesisConfig, (SynthesisSettings,), argv)
-    base = recipe_settings(SynthesisConfig, argv)
-    answers = part(SynthesisSettings, base)
-    defaults = Synthesize(output=tyro.MISSING, until=tyro.MISSING_NONPROP, answers=answers, recipe=recipe_path(argv))
-    arguments = parse(Synthesize, "data synthesize", argv, description=SYNTHESIZE, default=defaults)
-    config = merged(base, arguments.answers)
+    """Generate training data from nothing: the target writes questions and answers them.
+
+    Prompted with an empty user turn, an instruction-tuned target writes what a user would ask. More settings: recipe
+    file (docs/guides/data.md).
+    """
+    arguments, config = parse_with_recipe(Synthesize, "data synthesize", argv, SynthesisConfig, synthesize.__doc__)
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
     target = arguments.target.load()
 
     from peagle.data.synthesis import write_synthesis
 
-    settings = config.described(*arguments.given)
-    options = (arguments.output, config, arguments.until, given, settings)
-    return _generate(
-        arguments.output,
-        arguments.json,
-        lambda bar: write_synthesis(target, *options, max_batch=arguments.max_batch, progress=bar),
-    )
+    options = (arguments.output, config, arguments.until, given, config.described(*arguments.given))
+    return _generate(arguments, lambda **run: write_synthesis(target, *options, **run))
 
 
 def regenerate(argv: list[str]) -> int:
-    reject_recipe_only(RegenerationConfig, (RegenerationSettings,), argv)
-    base = recipe_settings(RegenerationConfig, argv)
-    answers = part(RegenerationSettings, base)
-    defaults = Regenerate(prompts=tyro.MISSING, output=tyro.MISSING, answers=answers, recipe=recipe_path(argv))
-    arguments = parse(Regenerate, "data regenerate", argv, description=REGENERATE, default=defaults)
-    config = merged(base, arguments.answers)
+    """Generate training data from prompt files: the target answers them turn by turn.
+
+    Answers in the files are replaced. Formats are recognized by their keys: OpenAI messages, ShareGPT conversations,
+    MT-Bench turns, {"prompt": ...} and more; JSON, JSONL or text with one prompt per line, plain or gzipped.
+    """
+    arguments, config = parse_with_recipe(Regenerate, "data regenerate", argv, RegenerationConfig, regenerate.__doc__)
     dialogs = [dialog for path in arguments.prompts for dialog in read_dialogs(path, limit=arguments.limit)]
     target = arguments.target.load()
 
     from peagle.data.regeneration import answer_dialogs
 
-    settings = config.described(*arguments.prompts, limit=arguments.limit)
-    return _generate(
-        arguments.output,
-        arguments.json,
-        lambda bar: answer_dialogs(
-            target, dialogs, arguments.output, config, settings, max_batch=arguments.max_batch, progress=bar
-        ),
-    )
+    options = (dialogs, arguments.output, config, config.described(*arguments.prompts, limit=arguments.limit))
+    return _generate(arguments, lambda **run: answer_dialogs(target, *options, **run))
 
 
 def inspect(argv: list[str]) -> int:
-    arguments = parse(Inspect, "data inspect", argv, description=INSPECT)
+    """Show statistics of training data: counts, lengths, tokens, and examples with the trained part colored.
+
+    Takes a directory written by `peagle data`, or a file of conversations.
+    """
+    arguments = parse(Inspect, "data inspect", argv, description=inspect.__doc__)
 
     from peagle.data.inspection import inspect as inspect_data
     from peagle.targets.load import load_tokenizer
@@ -197,34 +151,21 @@ class Bar(RunProgress):
         self.bar.update(self._task, description=line, completed=done, total=total)
 
 
-def _generate(output: Path, as_json: bool, run: Callable[[RunProgress], dict[str, Any]]) -> int:
+def _generate(arguments: Run, write: Callable[..., dict[str, Any]]) -> int:
     """Run a generation under a progress bar and print its counts."""
     progress = Bar()
     try:
-        counts = run(progress)
+        counts = write(max_batch=arguments.max_batch, progress=progress)
     finally:
         progress.bar.stop()
     speed = {"seconds": round(progress.seconds, 2), "tokens_per_second": round(progress.tokens_per_second, 1)}
-    if as_json:
-        print(json.dumps({"output": str(output)} | counts | speed))
-        return 0
-    table = Table(title=str(output))
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    table.add_row("conversations", f"{counts['num_rows']:,}")
-    table.add_row("tokens", f"{counts['num_tokens']:,}")
-    table.add_row("answer tokens", f"{counts['num_answer_tokens']:,}")
-    for reason, number in counts["dropped"].items():
-        table.add_row(f"dropped, {reason}", f"{number:,}")
+    rows = {
+        "conversations": f"{counts['num_rows']:,}",
+        "tokens": f"{counts['num_tokens']:,}",
+        "answer tokens": f"{counts['num_answer_tokens']:,}",
+    } | {f"dropped, {reason}": f"{number:,}" for reason, number in counts["dropped"].items()}
     if progress.seconds:
-        table.add_row("answer tokens/s kept, this run", f"{progress.tokens_per_second:,.1f}")
-    Console().print(table)
+        rows["answer tokens/s kept, this run"] = f"{progress.tokens_per_second:,.1f}"
+    table = make_table(str(arguments.output), ("measure", "value"), rows.items())
+    print_document({"output": str(arguments.output)} | counts | speed, arguments.json, table)
     return 0
-
-
-ACTIONS: dict[str, Callable[[list[str]], int]] = {
-    "synthesize": synthesize,
-    "regenerate": regenerate,
-    "inspect": inspect,
-}
-DESCRIPTIONS = {"synthesize": SYNTHESIZE, "regenerate": REGENERATE, "inspect": INSPECT}

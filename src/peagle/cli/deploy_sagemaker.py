@@ -4,7 +4,6 @@ NAME names the endpoint; a catalog name also selects target, drafter and instanc
 resumes. See also: `peagle deploy sagemaker update|status|invoke|delete NAME`.
 """
 
-import inspect
 import json
 import logging
 import os
@@ -119,8 +118,7 @@ def update(argv: list[str]) -> int:
     Pass all options again, including unchanged ones. Several instances are replaced a few at a time. SageMaker rolls
     back if the new ones do not become healthy or an alarm fires.
     """
-    description = inspect.cleandoc(update.__doc__ or "")
-    arguments = parse(UpdateArguments, "deploy sagemaker update", argv, description=description)
+    arguments = parse(UpdateArguments, "deploy sagemaker update", argv, description=update.__doc__)
     return carry_out(arguments, arguments.rolling)
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from peagle.bench.cells import rounded
+from peagle.bench.report import make_table, number
 from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
 from peagle.compare.divergence import Divergence, first_divergence
 from peagle.errors import ConfigError, RequestError
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.engine.engine import Engine
     from peagle.engine.llm import LLM
-    from peagle.engine.outputs import Update
-    from peagle.scheduling.request import TokenLogprobs
+    from peagle.engine.outputs import Completion, Update
     from peagle.targets.hf import HFTarget
 
 STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta"}
@@ -86,22 +87,11 @@ class Arguments:
 
 
 @dataclass
-class Answer:
-    """One answer to the prompt; `--n` gives several."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    logprobs: "tuple[TokenLogprobs, ...] | None"
-
-
-@dataclass
 class Run:
     """All answers of one method, timed."""
 
     method: str
-    answers: list[Answer]
+    answers: "tuple[Completion, ...]"
     acceptance_length: float
     seconds: float
     """from request to last token"""
@@ -134,9 +124,11 @@ def main(argv: list[str]) -> int:
     prompt_ids = render(target, arguments)
     drafters = [None, drafter] if arguments.compare else [drafter]
     runs = [run(target, each, prompt_ids, arguments, params) for each in drafters]
-    divergence = None
-    if arguments.compare:
-        divergence = divergence_of(target, prompt_ids, params, *runs)
+    divergences = (
+        first_divergence(target, prompt_ids, ours.token_ids, theirs.token_ids, params)
+        for ours, theirs in zip(runs[0].answers, runs[-1].answers, strict=True)
+    )
+    divergence = next(filter(None, divergences), None) if arguments.compare else None
     if arguments.json:
         print(json.dumps(report(runs, divergence)))
     elif arguments.compare:
@@ -236,11 +228,8 @@ def answer(
         for update in updates[num_seen:]:
             show(update)
         num_seen = len(updates)
-    answers = [
-        Answer(each.index, each.token_ids, each.text, each.finish_reason, each.logprobs) for each in finished.outputs
-    ]
     acceptance_length = finished.metrics.acceptance.acceptance_length
-    return Run(method, answers, acceptance_length, seconds, first, num_first_tokens)
+    return Run(method, finished.outputs, acceptance_length, seconds, first, num_first_tokens)
 
 
 def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
@@ -290,17 +279,6 @@ class Display:
             sys.stdout.flush()
 
 
-def divergence_of(
-    target: "HFTarget", prompt_ids: list[int], params: SamplingParams, plain: Run, drafted: Run
-) -> Divergence | None:
-    """Where the first differing answer leaves the plain one."""
-    for ours, theirs in zip(plain.answers, drafted.answers, strict=True):
-        found = first_divergence(target, prompt_ids, ours.token_ids, theirs.token_ids, params)
-        if found is not None:
-            return found
-    return None
-
-
 def comparison(plain: Run, drafted: Run) -> Table:
     ids = [[each.token_ids for each in run.answers] for run in (plain, drafted)]
     colors = ", ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items())
@@ -308,24 +286,21 @@ def comparison(plain: Run, drafted: Run) -> Table:
     speed_up = f"speed-up {in_all:.2f}x in all"
     if plain.tokens_per_second and drafted.tokens_per_second:
         speed_up = f"speed-up {drafted.tokens_per_second / plain.tokens_per_second:.2f}x decoding, {in_all:.2f}x in all"
-    table = Table(
-        title=f"the {'two answers' if len(plain.answers) == 1 else 'answers of the two'} "
-        + ("are identical" if ids[0] == ids[1] else "DIFFER"),
-        caption=f"colors: {colors} | {speed_up}",
-    )
-    for heading in ("decoding", "tokens", "first token", "in all", "tokens/s", "acceptance length"):
-        table.add_column(heading, justify="left" if heading == "decoding" else "right")
-    for each in (plain, drafted):
-        speed = each.tokens_per_second
-        table.add_row(
+    answers = "two answers" if len(plain.answers) == 1 else "answers of the two"
+    title = f"the {answers} {'are identical' if ids[0] == ids[1] else 'DIFFER'}"
+    columns = ("decoding", "tokens", "first token", "in all", "tokens/s", "acceptance length")
+    rows = [
+        (
             each.method,
             str(each.num_tokens),
             f"{each.time_to_first_token:.2f} s",
             f"{each.seconds:.2f} s",
-            "-" if speed is None else f"{speed:.1f}",
+            number(each.tokens_per_second, 1),
             f"{each.acceptance_length:.2f}",
         )
-    return table
+        for each in (plain, drafted)
+    ]
+    return make_table(title, columns, rows, caption=f"colors: {colors} | {speed_up}")
 
 
 def report(runs: list[Run], divergence: Divergence | None) -> dict[str, Any]:
@@ -337,8 +312,7 @@ def report(runs: list[Run], divergence: Divergence | None) -> dict[str, Any]:
     return document
 
 
-def entry(run: Run, answer: Answer) -> dict[str, Any]:
-    speed = run.tokens_per_second
+def entry(run: Run, answer: "Completion") -> dict[str, Any]:
     result: dict[str, Any] = {
         "method": run.method,
         "index": answer.index,
@@ -348,7 +322,7 @@ def entry(run: Run, answer: Answer) -> dict[str, Any]:
         "acceptance_length": run.acceptance_length,
         "seconds": run.seconds,
         "time_to_first_token": run.time_to_first_token,
-        "tokens_per_second": None if speed is None else round(speed, 2),
+        "tokens_per_second": rounded(run.tokens_per_second, 2),
     }
     if answer.logprobs is not None:
         result["logprobs"] = [

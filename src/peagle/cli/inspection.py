@@ -7,13 +7,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from peagle.bench.report import make_table
+
 BAR_WIDTH = 40
 TRAINED_STYLE, READ_STYLE = "bold green", "dim"
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     """Print an inspection report. Without colors, brackets mark the trained part of examples."""
-    console.print(_facts(document))
+    console.print(make_table(document["path"], ("measure", "value"), _fact_rows(document).items()))
     console.print(_bars("conversation length in tokens", _length_rows(document)))
     if document["top_tokens"]:
         rows = [(repr(token["text"]), token["count"]) for token in document["top_tokens"]]
@@ -23,15 +25,6 @@ def show(document: dict[str, Any], console: Console) -> None:
     if document["examples"]:
         legend = "bold green" if console.is_terminal else "between [[ and ]]"
         console.print(f"trained on: {legend}")
-
-
-def _facts(document: dict[str, Any]) -> Table:
-    table = Table(title=document["path"])
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    for name, value in _fact_rows(document).items():
-        table.add_row(name, value)
-    return table
 
 
 def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
@@ -64,11 +57,8 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
 
 
 def _length_rows(document: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(_interval(part["from"], part["below"] - 1), part["count"]) for part in document["length_histogram"]]
-
-
-def _interval(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
+    spans = [(span["from"], span["below"] - 1, span["count"]) for span in document["length_histogram"]]
+    return [(str(first) if first == last else f"{first} to {last}", count) for first, last, count in spans]
 
 
 def _bars(title: str, rows: list[tuple[str, int]]) -> Table:

@@ -33,9 +33,20 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-DEPLOY = {
-    "vllm": "write a vLLM command, a Docker Compose file and a Kubernetes manifest",
-    "sagemaker": "create, update, inspect, call and delete a SageMaker endpoint",
+SUBCOMMANDS = {
+    "data": {
+        "synthesize": "generate training data from nothing: the target writes questions and answers them",
+        "regenerate": "generate training data from prompt files: the target answers them turn by turn",
+        "inspect": "show statistics: counts, lengths, tokens, and examples with the trained part colored",
+    },
+    "deploy": {
+        "vllm": "write a vLLM command, a Docker Compose file and a Kubernetes manifest",
+        "sagemaker": "create, update, inspect, call and delete a SageMaker endpoint",
+    },
+}
+PURPOSES = {
+    "data": "Generate training data in shards, and inspect it. Rerun an interrupted command and it resumes.",
+    "deploy": "Deploy a target and its drafter. The same drafter directory works in every place.",
 }
 ABOUT = f"peagle {__version__}: P-EAGLE speculative decoding. Faster generation, identical output."
 RESUMABLE = ("data", "train")
@@ -82,15 +93,15 @@ def run(argv: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise PeagleError(f"no command {name!r}", hint=f"{nearest(name, COMMANDS)} `peagle --help` lists them")
-        if name == "deploy":
+        if known := SUBCOMMANDS.get(name):
             if not rest or rest[0] in ("-h", "--help"):
-                print(deploy_overview())
+                print(group_overview(name))
                 return 0
-            place, *rest = rest
-            if place not in DEPLOY:
-                hint = f"{nearest(place, DEPLOY)} `peagle deploy --help` lists them"
-                raise PeagleError(f"no command 'deploy {place}'", hint=hint)
-            name = f"deploy_{place}"
+            if rest[0] not in known:
+                hint = f"{nearest(rest[0], known)} `peagle {name} --help` lists them"
+                raise PeagleError(f"no command '{name} {rest[0]}'", hint=hint)
+        if name == "deploy":
+            name, rest = f"deploy_{rest[0]}", rest[1:]
         status: int = importlib.import_module(f"peagle.cli.{name}").main(rest)
         return status
     except PeagleError as error:
@@ -130,18 +141,19 @@ usage: peagle COMMAND [OPTIONS]
 SmolLM2-135M-Instruct and the drafter that ships with peagle."""
 
 
-def deploy_overview() -> str:
-    return f"""usage: peagle deploy [-h] {{{",".join(DEPLOY)}}} [OPTIONS]
+def group_overview(name: str) -> str:
+    commands = SUBCOMMANDS[name]
+    return f"""usage: peagle {name} [-h] {{{",".join(commands)}}} [OPTIONS]
 
-Deploy a target and its drafter. The same drafter directory works in every place.
+{PURPOSES[name]}
 
-{_listed(DEPLOY)}
+{_listed(commands)}
 
-`peagle deploy COMMAND --help` lists a command's options."""
+`peagle {name} COMMAND --help` lists a command's options."""
 
 
 def _listed(commands: dict[str, str]) -> str:
-    return "\n".join(f"  {name:<9}  {summary}" for name, summary in commands.items())
+    return "\n".join(f"  {name:<10}  {summary}" for name, summary in commands.items())
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

@@ -1,45 +1,65 @@
 """Settings from a recipe file (`--recipe FILE.toml`) and from options, which override it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tyro
+
+from peagle.cli.arguments import parse
 from peagle.config import from_toml
 from peagle.errors import ConfigError
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 
-def recipe_path(argv: list[str]) -> Path | None:
+def parse_with_recipe(
+    kind: type[T], command: str, argv: list[str], config: type[C], description: str | None = None
+) -> tuple[T, C]:
+    """Parse options whose defaults come from the recipe; returns them, and all settings of the recipe and the options.
+
+    A recipe sets any field of `config`. A base class of `config` that is the type of a field of `kind` has options.
+    """
+    groups = {
+        field.name: field.type
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if isinstance(field.type, type) and issubclass(config, field.type)
+    }
+    options = {name: group for group in groups for name in _names(groups[group])}
+    _reject_recipe_only(set(_names(config)) - options.keys(), argv)
+    path = _recipe_path(argv)
+    settings = config(**_required(config)) if path is None else from_toml(config, path, absent=_required(config))
+    defaults: dict[str, Any] = _required(kind) | {"recipe": path}
+    for name, group in groups.items():
+        defaults[name] = group(**{option: getattr(settings, option) for option in _names(group)})
+    arguments = parse(kind, command, argv, description=description, default=kind(**defaults))
+    given = {option: getattr(getattr(arguments, group), option) for option, group in options.items()}
+    return arguments, dataclasses.replace(settings, **given)  # type: ignore[type-var]
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _required(kind: Any) -> dict[str, Any]:
+    """The fields without a default. The parser asks for those that nobody gives."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return {each.name: tyro.MISSING_NONPROP for each in fields if each.default is each.default_factory is missing}
+
+
+def _recipe_path(argv: list[str]) -> Path | None:
     """The last --recipe on the command line."""
     paths = [following for word, following in pairwise(argv) if word == "--recipe"]
     paths += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
     return Path(paths[-1]) if paths else None
 
 
-def recipe_settings(kind: type[T], argv: list[str], absent: Mapping[str, Any] = {}) -> T:
-    """The recipe's settings, or the defaults. `absent` are values for required settings that it omits."""
-    path = recipe_path(argv)
-    return kind(**absent) if path is None else from_toml(kind, path, absent=absent)
-
-
-def part(group: type[T], settings: Any) -> T:
-    """The fields of `settings` that `group`, one of its base classes, has options for."""
-    return group(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(group)})  # type: ignore[arg-type]
-
-
-def merged(settings: T, *groups: Any) -> T:
-    """`settings` with the fields of `groups` replaced."""
-    values = {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
-    return dataclasses.replace(settings, **values)  # type: ignore[type-var]
-
-
-def reject_recipe_only(kind: type, groups: tuple[type, ...], argv: list[str]) -> None:
+def _reject_recipe_only(keys: Iterable[str], argv: list[str]) -> None:
     """Point from an option that does not exist to the recipe key of the same name."""
-    options = {field.name for group in groups for field in dataclasses.fields(group)}
-    keys = {field.name for field in dataclasses.fields(kind)} - options
     for word in argv:
         name = word.partition("=")[0]
         key = name.removeprefix("--").removeprefix("no-").replace("-", "_")

@@ -11,11 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from peagle.cli.arguments import TargetArguments, parse
+from peagle.cli.arguments import TargetArguments
 from peagle.cli.progress import progress_bar
-from peagle.cli.recipe import merged, part, recipe_path, recipe_settings, reject_recipe_only
+from peagle.cli.recipe import parse_with_recipe
 from peagle.data.json_rows import read_lines
 from peagle.objective.config import DataSettings, DrafterSettings, HardwareSettings, TrainConfig, TrainingSettings
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SHORT_NAMES = {"--from": "--from-drafter"}  # `from` is a Python keyword
-GROUPS = (DataSettings, DrafterSettings, TrainingSettings, HardwareSettings)
 
 
 @dataclass(frozen=True)
@@ -39,17 +36,7 @@ class Arguments:
 
 def main(argv: list[str]) -> int:
     argv = [_long_name(word) for word in argv]
-    reject_recipe_only(TrainConfig, GROUPS, argv)
-    base = recipe_settings(TrainConfig, argv, {"data": tyro.MISSING, "output": tyro.MISSING})
-    defaults = Arguments(
-        part(DataSettings, base),
-        part(DrafterSettings, base),
-        part(TrainingSettings, base),
-        part(HardwareSettings, base),
-        recipe=recipe_path(argv),
-    )
-    arguments = parse(Arguments, "train", argv, default=defaults)
-    config = merged(base, arguments.data, arguments.drafter, arguments.training, arguments.hardware)
+    arguments, config = parse_with_recipe(Arguments, "train", argv, TrainConfig)
     for path in (config.data, config.held_out):
         if path is not None and not path.is_dir():
             next(read_lines(path), None)  # fail on a wrong path before loading the target
