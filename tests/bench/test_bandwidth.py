@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from peagle.bench import bandwidth
 from peagle.bench.bandwidth import (
     SHAPES,
-    Bandwidth,
     bandwidth_report,
     dummy_target,
     measure_bandwidth,
@@ -74,7 +73,7 @@ def test_of_experts_only_those_count_that_a_step_is_expected_to_choose():
 
 def test_bandwidth_is_measured_and_plausible():
     found = measure_bandwidth(torch.device("cpu"), 32 << 20)
-    assert 1e8 < found.bytes_per_second < 1e13 and found.copy is None
+    assert 1e8 < found["bytes_per_second"] < 1e13 and found["copy_bytes_per_second"] is None
 
 
 def test_the_fraction_is_the_limit_over_the_step(config_file):
@@ -85,7 +84,7 @@ def test_the_fraction_is_the_limit_over_the_step(config_file):
         CellResult(Cell("none", 0, 2), [Answer(0, (1, 2), 0.1, 0.004), Answer(1, (1,), 0.1, None)]),
         CellResult(Cell("none", 0, 4), failure="no room"),
     ]
-    report = bandwidth_report(target, Bandwidth(num_bytes / 0.001, None, None), results)
+    report = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results)
     assert [row["fraction_of_limit"] for row in report["steps"]] == [0.5, 0.25, None]
     assert report["steps"][0] == {
         "concurrency": 1,

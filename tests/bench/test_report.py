@@ -133,8 +133,3 @@ def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     with pytest.raises(MissingExtraError, match="--plot needs the package 'matplotlib'") as caught:
         check_plot(tmp_path / "plot.png")
     assert caught.value.hint == "pip install 'peagle[bench]'"
-
-
-def test_nothing_measured_is_nothing_to_draw(tmp_path):
-    with pytest.raises(ConfigError, match="nothing to draw"):
-        plot(document_of(RESULTS[-1:], **FACTS), tmp_path / "plot.png")

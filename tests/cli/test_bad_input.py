@@ -109,7 +109,7 @@ CASES = {
     f"export --output rows.jsonl {ON}": "rows.jsonl is a file",
     f"export --output drafter {ON}": "drafter is not empty",
     f"export --output rows.jsonl/out {ON}": "rows.jsonl",
-    f"export drafter --output out {ON}": "two drafters are given: drafter and drafter",
+    f"export drafter --output out {ON}": "two drafters are given: drafter and --drafter drafter",
     f"{DOCTOR} none --target target": "no directory none",
     f"{DOCTOR} drafter --target {{root}}/none": "{root}/none",
     f"{DOCTOR} drafter --drafter drafter --target target": "two drafters are given",

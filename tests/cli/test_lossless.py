@@ -80,11 +80,11 @@ def lossless_params(params):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--output", "report.txt"], "--output report.txt: the name must end in .md or .json"),
+        (["--output", "report.txt"], "--output report.txt: the name must end in .md, .json"),
         (["--output", "none/report.md"], "there is no directory none"),
         (["--num-samples", "3"], "num_samples must be at least 50, got 3"),
         (["--temperature", "0"], "temperature must be more than 0, got 0.0"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--num-draft-tokens", "9"], "between 1 and 4, the depth it was trained for, got 9"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
     ],

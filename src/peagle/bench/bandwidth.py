@@ -7,9 +7,7 @@ measured in the same run.
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ PROMPT_TOKENS = 128
 """length of the random prompts"""
 BUFFER_BYTES = {"cuda": 4 << 30, "cpu": 512 << 20}
 """far larger than any cache"""
-NUM_PASSES = 12
+MEASURED_SECONDS = 0.5
 
 _LLAMA = {
     "model_type": "llama",
@@ -56,15 +54,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Memory bandwidth in bytes per second: the higher of copying and reading."""
-
-    bytes_per_second: float
-    copy: float | None
-    read: float | None
 
 
 def read_shape(name: str) -> dict[str, Any]:
@@ -148,47 +137,35 @@ def weight_bytes_per_step(model: "PreTrainedModel", concurrency: int = 1) -> int
     return round(total)
 
 
-def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> Bandwidth:
-    """Copy and read a buffer much larger than any cache; median of several passes."""
+def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> dict[str, Any]:
+    """Bytes per second of copying and reading a buffer much larger than any cache, and the higher of the two."""
     import torch
+    from torch.utils.benchmark import Timer
 
     if num_bytes is None:
         num_bytes = BUFFER_BYTES[device.type]
         if device.type == "cuda":
             num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    read = num_bytes / _seconds(lambda: source.sum(), device)
-    if device.type == "cpu":
-        return Bandwidth(read, None, read)
-    destination = torch.empty_like(source)
-    copy = 2 * num_bytes / _seconds(lambda: destination.copy_(source), device)
-    return Bandwidth(max(read, copy), copy, read)
+
+    def per_second(num_bytes: int, run: Callable[[], Any]) -> int:
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        with torch.cuda.device_of(source):
+            return round(num_bytes / timer.blocked_autorange(min_run_time=MEASURED_SECONDS).median)
+
+    read, copy = per_second(num_bytes, source.sum), None
+    if device.type == "cuda":
+        destination = torch.empty_like(source)
+        copy = per_second(2 * num_bytes, lambda: destination.copy_(source))
+    return {
+        "bytes_per_second": max(read, copy or 0),
+        "copy_bytes_per_second": copy,
+        "read_bytes_per_second": read,
+    }
 
 
-def _seconds(run: Callable[[], Any], device: "torch.device") -> float:
-    """Median time of one call, on the device's clock if it has one."""
-    import torch
-
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(NUM_PASSES):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def bandwidth_report(target: "HFTarget", bandwidth: Bandwidth, results: Sequence[CellResult]) -> dict[str, Any]:
-    """Per concurrency: the limit of a step, its time, and the fraction of the limit reached.
+def bandwidth_report(target: "HFTarget", bandwidth: dict[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
+    """`bandwidth`, and per concurrency: the limit of a step, its time, and the fraction of the limit reached.
 
     The limit counts weights only. At high concurrency the KV cache is read as well, which lowers the fraction.
     If no step was steady, the mean TPOT stands in for its time.
@@ -196,7 +173,7 @@ def bandwidth_report(target: "HFTarget", bandwidth: Bandwidth, results: Sequence
     rows = []
     for result in results:
         num_bytes = weight_bytes_per_step(target.model, result.cell.concurrency)
-        limit = num_bytes / bandwidth.bytes_per_second
+        limit = num_bytes / bandwidth["bytes_per_second"]
         times = [answer.seconds_per_token for answer in result.answers if answer.seconds_per_token is not None]
         seconds = result.step.wall if result.step else statistics.fmean(times) if times else None
         rows.append(
@@ -208,10 +185,5 @@ def bandwidth_report(target: "HFTarget", bandwidth: Bandwidth, results: Sequence
                 "fraction_of_limit": None if seconds is None else round(limit / seconds, 4),
             }
         )
-    return {
-        "bytes_per_second": round(bandwidth.bytes_per_second),
-        "copy_bytes_per_second": bandwidth.copy and round(bandwidth.copy),
-        "read_bytes_per_second": bandwidth.read and round(bandwidth.read),
-        "num_parameters": sum(parameter.numel() for parameter in target.model.parameters()),
-        "steps": rows,
-    }
+    num_parameters = sum(parameter.numel() for parameter in target.model.parameters())
+    return bandwidth | {"num_parameters": num_parameters, "steps": rows}

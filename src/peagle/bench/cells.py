@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peagle.compare.divergence import first_divergence, measured_near_tie
+from peagle.compare.divergence import first_difference, first_divergence, measured_near_tie
 from peagle.decoding.acceptance import Acceptance
 from peagle.sampling_params import SamplingParams
 
@@ -188,18 +188,15 @@ def compare_with_plain(
     limit = measured_near_tie(target, samples)
     seen: dict[tuple[int, tuple[int, ...]], Divergence | None] = {}
     for result in results:
-        found, num_compared = [], 0
-        for answer in result.answers:
-            if answer.prompt not in expected or result.failure is not None:
-                continue
-            num_compared += 1
+        compared = [answer for answer in result.answers if answer.prompt in expected and result.failure is None]
+        found = []
+        for answer in compared:
             wanted = expected[answer.prompt]
-            pairs = enumerate(zip(wanted, answer.token_ids, strict=False))
-            place = next((index for index, (ours, theirs) in pairs if ours != theirs), len(wanted))
+            if (place := first_difference(wanted, answer.token_ids)) is None:
+                continue
             key = (answer.prompt, answer.token_ids[: place + 1])
             if key not in seen:
                 seen[key] = first_divergence(target, prompts[answer.prompt], wanted, answer.token_ids, params, limit)
-            if (divergence := seen[key]) is not None:
-                found.append(divergence)
-        if num_compared:
-            result.comparison = Comparison(num_compared, tuple(found), limit)
+            found.append(seen[key])
+        if compared:
+            result.comparison = Comparison(len(compared), tuple(filter(None, found)), limit)

@@ -43,7 +43,7 @@ class Load:
 
     @property
     def label(self) -> str:
-        places = "no limit" if self.concurrency is None else f"concurrency {self.concurrency}"
+        places = "unlimited concurrency" if self.concurrency is None else f"concurrency {self.concurrency}"
         return places if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s, {places}"
 
 
@@ -259,19 +259,12 @@ async def sweep(
     *,
     on_result: Callable[[Result], None] = lambda _: None,
     **options: Any,
-) -> bool:
-    """Run the loads one after another. Returns False if cancelled, instead of raising.
-
-    `results` gets every load that was started, including an interrupted one.
-    """
+) -> None:
+    """Run the loads one after another. `results` gets every load that was started, including a cancelled one."""
     for result in planned:
         results.append(result)
-        try:
-            await apply(connections, question, prompts, result, **options)
-        except asyncio.CancelledError:
-            return False
+        await apply(connections, question, prompts, result, **options)
         on_result(result)
-    return True
 
 
 def measure(
@@ -291,7 +284,7 @@ def measure(
     """
     interrupt, model = KeyboardInterrupt(), question.model
 
-    async def run() -> bool:
+    async def run() -> None:
         nonlocal model
         own = asyncio.current_task()
         assert own is not None
@@ -308,10 +301,10 @@ def measure(
                 model = model or found
             asked = replace(question, model=model)
             await warm_up(connections, asked, prompts[0])
-            return await sweep(connections, asked, prompts, planned, results, **options)
+            await sweep(connections, asked, prompts, planned, results, **options)
 
     try:
-        is_complete = asyncio.run(run())  # sets `model`
-        return model, None if is_complete else interrupt
+        asyncio.run(run())  # sets `model`
     except (KeyboardInterrupt, asyncio.CancelledError):
         return model, interrupt
+    return model, None

@@ -8,9 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from peagle.bench.client import Question
-from peagle.bench.online import BUSY_CLIENT, PERCENTILES, Result
-from peagle.bench.report import MARKERS, check_plot, log2_axis, make_table, number, position_table
-from peagle.errors import ConfigError
+from peagle.bench.online import BUSY_CLIENT, PERCENTILES, Load, Result
+from peagle.bench.report import MARKERS, log2_axis, make_table, number, position_table
 from peagle.provenance import provenance
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -106,9 +105,7 @@ def _caption(document: dict[str, Any]) -> str | None:
 
 
 def _load_name(row: dict[str, Any]) -> str:
-    words = [] if row["max_concurrency"] is None else [f"concurrency {row['max_concurrency']}"]
-    words += [] if row["request_rate"] == "inf" else [f"{row['request_rate']:g} requests/s"]
-    return ", ".join(words) or "all at once"
+    return Load(row["max_concurrency"], float(row["request_rate"])).label
 
 
 def _spread(row: dict[str, Any], name: str) -> str:
@@ -121,12 +118,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
     Against concurrency, one curve per request rate; against the request rate if concurrency is unlimited.
     """
-    check_plot(path)
     from matplotlib.figure import Figure
 
     rows = [row for row in document["results"] if row["output_throughput"]]
-    if not rows:
-        raise ConfigError(f"--plot {path}: no request completed, so there is nothing to draw")
     by_rate = all(row["max_concurrency"] is None for row in rows)
     x_key, curve_key = ("request_rate", "max_concurrency") if by_rate else ("max_concurrency", "request_rate")
     curves = list(dict.fromkeys(row[curve_key] for row in rows))
@@ -159,19 +153,10 @@ def _place(value: Any) -> float:
 
 
 def _label_acceptance(axes: Any, x: list[float], points: list[dict[str, Any]]) -> None:
+    style = {"xytext": (0, 9), "textcoords": "offset points", "fontsize": 7, "color": "#555555", "ha": "center"}
     for place, point in zip(x, points, strict=True):
-        length = point.get("spec_decode_acceptance_length")
-        if length is not None:
-            axes.annotate(
-                f"acceptance length {length:.2f}",
-                (place, point["output_throughput"]),
-                xytext=(0, 9),
-                textcoords="offset points",
-                fontsize=7,
-                color="#555555",
-                ha="center",
-                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-            )
+        if (length := point.get("spec_decode_acceptance_length")) is not None:
+            axes.annotate(f"acceptance length {length:.2f}", (place, point["output_throughput"]), **style)
 
 
 def _finish(axes: Any, y_label: str, rows: list[dict[str, Any]], x_key: str) -> None:

@@ -21,11 +21,12 @@ PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 TABLE_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
 # Color-blind safe: plain decoding in black, each method in one hue, anchors in gray.
-METHOD_COLORS = {
+COLORS = {
+    PLAIN: ("black",),
     "p-eagle": ("#0072b2", "#56b4e9", "#00508a", "#8fd0f5", "#003a66"),
     "eagle3": ("#d55e00", "#e69f00", "#a04400", "#f0c266", "#7a3600"),
+    "anchor": ("#6f6f6f", "#9a9a9a", "#bdbdbd"),
 }
-ANCHOR_COLORS = ("#6f6f6f", "#9a9a9a", "#bdbdbd")
 MARKERS = "os^Dv"
 
 
@@ -215,13 +216,10 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
     If plain decoding was measured, a second panel shows the speedup over it.
     """
-    check_plot(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     measured = [cell for cell in document["cells"] if cell["output_tokens_per_second"]]
-    if not measured:
-        raise ConfigError(f"--plot {path}: no cell was measured, so there is nothing to draw")
     compared = [cell for cell in measured if cell["speedup"]]
     panels = 2 if any(cell["method"] != PLAIN for cell in compared) else 1
     figure = Figure(figsize=(5.5 * panels + 2, 5.5), layout="constrained")
@@ -266,11 +264,7 @@ def _draw(axes: Any, cells: Sequence[dict[str, Any]], quantity: str) -> None:
 
 def _style(method: str, counts: dict[str, int]) -> dict[str, Any]:
     """Color, line and marker of the next curve of a method; `counts` holds the number of curves so far."""
-    family = method if method in METHOD_COLORS or method == PLAIN else "anchor"
+    family = method if method in COLORS else "anchor"
     index = counts[family] = counts.get(family, -1) + 1
-    marker = MARKERS[index % len(MARKERS)]
-    if family == PLAIN:
-        return {"color": "black", "marker": "o", "linestyle": "-"}
-    if family == "anchor":
-        return {"color": ANCHOR_COLORS[index % len(ANCHOR_COLORS)], "marker": marker, "linestyle": "--"}
-    return {"color": METHOD_COLORS[method][index % len(METHOD_COLORS[method])], "marker": marker, "linestyle": "-"}
+    color, marker = COLORS[family][index % len(COLORS[family])], MARKERS[index % len(MARKERS)]
+    return {"color": color, "marker": marker, "linestyle": "--" if family == "anchor" else "-"}
