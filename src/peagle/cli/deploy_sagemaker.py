@@ -8,16 +8,18 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from peagle.cli.arguments import parse
+from peagle.sagemaker.aws import Aws
 from peagle.sagemaker.choose import Host, Serving, choose
+from peagle.sagemaker.found import look, removal
+from peagle.sagemaker.invoke import ask, log_group
 from peagle.sagemaker.plan import Call, Rolling, check_name, plan_deploy, plan_update
-
-if TYPE_CHECKING:
-    from peagle.sagemaker.aws import Aws
+from peagle.sagemaker.run import operating
+from peagle.sagemaker.status import deployed_document, deployed_lines, document, lines
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,7 @@ class AccountArguments:
     profile: str | None = None
     """profile in ~/.aws/config; default: AWS_PROFILE"""
 
-    def connect(self) -> "Aws":
-        from peagle.sagemaker.aws import Aws
-
+    def connect(self) -> Aws:
         return Aws(self.region or os.environ.get("AWS_REGION"), self.profile)
 
 
@@ -125,9 +125,6 @@ def update(argv: list[str]) -> int:
 def carry_out(arguments: DeployArguments, rolling: Rolling | None = None) -> int:
     """Create the endpoint or, with `rolling`, update it."""
     check_name(arguments.name)
-    from peagle.sagemaker.run import operating
-    from peagle.sagemaker.status import deployed_document, deployed_lines
-
     run = arguments.run
     with arguments.account.connect() as aws:
         types = aws.instance_types()
@@ -147,9 +144,6 @@ def status(argv: list[str]) -> int:
     """Show a deployment's resources at AWS, and which of them the endpoint does not use."""
     arguments = parse(StatusArguments, "deploy sagemaker status", argv, description=status.__doc__)
     check_name(arguments.name)
-    from peagle.sagemaker.found import look
-    from peagle.sagemaker.status import document, lines
-
     with arguments.account.connect() as aws:
         facts = document(look(aws, arguments.name, arguments.bucket), aws.region)
     print(json.dumps(facts) if arguments.json else "\n".join(lines(facts)))
@@ -160,10 +154,6 @@ def delete(argv: list[str]) -> int:
     """Delete a deployment: endpoint, scaling, configurations, models, uploads, and peagle's bucket once it is empty."""
     arguments = parse(DeleteArguments, "deploy sagemaker delete", argv, description=delete.__doc__)
     check_name(arguments.name)
-    from peagle.sagemaker.found import look, removal
-    from peagle.sagemaker.invoke import log_group
-    from peagle.sagemaker.run import operating
-
     with arguments.account.connect() as aws:
         found = look(aws, arguments.name, arguments.bucket)
         group = Call("logs", "delete_log_group", {"logGroupName": log_group(arguments.name)})
@@ -180,7 +170,6 @@ def delete(argv: list[str]) -> int:
 def invoke(argv: list[str]) -> int:
     """Send one prompt to an endpoint and stream the answer."""
     arguments = parse(InvokeArguments, "deploy sagemaker invoke", argv, description=invoke.__doc__)
-    from peagle.sagemaker.invoke import ask
 
     def show(text: str) -> None:
         if not arguments.json:
@@ -195,7 +184,7 @@ def invoke(argv: list[str]) -> int:
     return 0
 
 
-def print_calls(aws: "Aws", calls: tuple[Call, ...]) -> int:
+def print_calls(aws: Aws, calls: tuple[Call, ...]) -> int:
     """Print one line of JSON per call, after boto3 has validated all of them."""
     for call in calls:
         aws.check_call(call)

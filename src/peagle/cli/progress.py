@@ -41,12 +41,10 @@ class LinesProgress(Progress):
         super().update(task_id, **changes)
         if self._has_lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            self.console.print(_line(self._tasks[task_id]), highlight=False, markup=False, soft_wrap=True)
-
-
-def _line(task: Task) -> str:
-    so_far = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}"
-    return so_far if task.time_remaining is None else f"{so_far}, {timedelta(seconds=task.time_remaining)} left"
+            task = self._tasks[task_id]
+            left = "" if task.time_remaining is None else f", {timedelta(seconds=task.time_remaining)} left"
+            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}{left}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress_bar(*, has_lines: bool = True) -> Progress:

@@ -216,12 +216,7 @@ def check_settings(arguments: Arguments, vllm: Installed) -> None:
 
 
 def vllm_settings(arguments: Arguments, models: "Models", words: list[str]) -> VllmSettings:
-    engine = arguments.engine
-
-    def changed(name: str) -> Any:
-        value = getattr(engine, name)
-        return None if value == getattr(DEFAULT_ENGINE, name) else value
-
+    engine, usual = arguments.engine, DEFAULT_ENGINE
     settings = VllmSettings(
         target=models.target,
         names=arguments.server.served_model_name or (models.name,),
@@ -230,8 +225,8 @@ def vllm_settings(arguments: Arguments, models: "Models", words: list[str]) -> V
         dtype=arguments.target.dtype,
         max_batch=engine.max_batch,
         max_length=engine.max_length,
-        prefill_tokens=changed("prefill_tokens"),
-        memory_share=changed("memory_share"),
+        prefill_tokens=None if engine.prefill_tokens == usual.prefill_tokens else engine.prefill_tokens,
+        memory_share=None if engine.memory_share == usual.memory_share else engine.memory_share,
         reuse_prefixes=engine.reuse_prefixes,
         is_eager=engine.eager,
         target_max_length=models.max_length,
