@@ -24,9 +24,9 @@ def expected(target):
     return [tuple(token for step in decode(target, ids, params) for token in step.token_ids) for ids in PROMPTS]
 
 
-def run(target, concurrency, num_requests=3):
+def run(target, concurrency):
     results = []
-    run_anchors(target, PROMPTS, concurrency, MAX_TOKENS, results, num_requests=lambda _: num_requests)
+    run_anchors(target, PROMPTS, concurrency, MAX_TOKENS, results, num_requests=dict.fromkeys(concurrency, 3))
     return results
 
 
@@ -78,7 +78,7 @@ def test_anchors_answer_the_requests_of_the_engines_cells_up_to_a_number_of_batc
     for name in ("run_static", "run_continuous"):
         monkeypatch.setattr(anchors, name, lambda *_: ([], 1.0))
     num_requests = {1: 12, 4: 32}
-    run_anchors(target, PROMPTS, (1, 4), MAX_TOKENS, [], num_requests=num_requests.__getitem__)
+    run_anchors(target, PROMPTS, (1, 4), MAX_TOKENS, [], num_requests=num_requests)
     assert asked == [batches_of(3, 1, 10), batches_of(3, 4, 32)], "the first ten of twelve, and all of 32"
 
 

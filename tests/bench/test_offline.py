@@ -164,8 +164,8 @@ def test_cells_of_one_engine_follow_each_other_and_plain_has_no_depth():
 
 
 def run_sweep(cells, make):
-    results, clock = [], StandIn().clock
-    sweep(cells, make, PROMPTS, SamplingParams(max_tokens=2), results, num_requests=lambda _: 2, clock=clock)
+    results, clock, num_requests = [], StandIn().clock, dict.fromkeys((1, 2, 3), 2)
+    sweep(cells, make, PROMPTS, SamplingParams(max_tokens=2), results, num_requests=num_requests, clock=clock)
     return results
 
 
@@ -229,7 +229,7 @@ def test_a_defect_stops_the_sweep_and_leaves_what_was_finished():
             PROMPTS,
             SamplingParams(max_tokens=2),
             results,
-            num_requests=lambda _: 2,
+            num_requests=dict.fromkeys((1, 2), 2),
             clock=llm.clock,
         )
     assert len(results) == 1 and llm.is_closed
@@ -250,7 +250,7 @@ def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
     cells = cells_of(("none", "p-eagle"), {"p-eagle": (2, 4)}, (1, 3))
     results = []
     make = llm_factory(target, {"p-eagle": drafter}, prompts, max_tokens=12, concurrency=(1, 3))
-    sweep(cells, make, prompts, params, results, num_requests=lambda _: 6, device=target.device)
+    sweep(cells, make, prompts, params, results, num_requests=dict.fromkeys((1, 3), 6), device=target.device)
     assert [result.failure for result in results] == [None] * 6
     compare_with_plain(target, prompts, results, params)
     expected = [[token for step in decode(target, ids, params) for token in step.token_ids] for ids in prompts]

@@ -159,7 +159,7 @@ CASES = {
     f"{BENCH} --methods none,p-eagel": "no method 'p-eagel'\nhint: did you mean 'p-eagle'?",
     f"{BENCH} --methods none,none": "none,none: duplicate value",
     f"{BENCH} --concurrency 0,8": "--concurrency must be at least 1, got 0",
-    f"{BENCH} --num-requests 0": "--num-requests must be at least 1, got 0",
+    f"{BENCH} --num-requests 0": "num_requests must be at least 1, got 0",
     f"{BENCH} --num-draft-tokens 5,6": "between 1 and 4, the depth it was trained for, got 5",
     f"{BENCH} --num-draft-tokens 0": "--num-draft-tokens must be at least 1, got 0",
     "bench --target target --prompts rows.jsonl --methods none --num-draft-tokens 2": "needs a method that drafts",

@@ -10,7 +10,7 @@ TPOT is the batch's time (with prefill) over its longest answer, and it has no T
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import Answer, Cell, CellResult
@@ -49,7 +49,7 @@ def run_anchors(
     max_tokens: int,
     results: list[CellResult],
     *,
-    num_requests: Callable[[int], int],
+    num_requests: Mapping[int, int],
     on_cell: Callable[[CellResult], None] = lambda _: None,
 ) -> None:
     """Measure all anchors at every concurrency and append to `results`.
@@ -64,7 +64,7 @@ def run_anchors(
             try:
                 with as_loaded(target):
                     reset_peak_memory(target.device)
-                    batches = batches_of(len(prompts), places, min(num_requests(places), MAX_BATCHES * places))
+                    batches = batches_of(len(prompts), places, min(num_requests[places], MAX_BATCHES * places))
                     result.answers, result.seconds = run(target, prompts, batches, max_tokens)
                     result.memory_bytes = peak_memory(target.device)
             except Exception as error:  # a failure in transformers must not end the run

@@ -72,12 +72,11 @@ def _acceptance(recent: dict[str, Any] | None, total: dict[str, Any]) -> Rendera
         return _dim("no drafts")
     span = f"last {recent['seconds']:.0f} s" if lately and recent else "since start"
     head = Text(f"\nacceptance length {shown['acceptance_length']:.2f}", style="bold")
-    head.append(f" ({span}; {shown['acceptance_rate']:.1%} of draft tokens accepted", style="dim")
+    notes = f"{span}; {shown['acceptance_rate']:.1%} of draft tokens accepted"
     if lately:
-        head.append(f", {lately['drafted_per_second']:,.0f} drafted/s", style="dim")
-        head.append(f", {lately['accepted_per_second']:,.0f} accepted/s", style="dim")
-        head.append(f"; since start {total['speculation']['acceptance_length']:.2f}", style="dim")
-    head.append(")", style="dim")
+        notes += f", {lately['drafted_per_second']:,.0f} drafted/s, {lately['accepted_per_second']:,.0f} accepted/s"
+        notes += f"; since start {total['speculation']['acceptance_length']:.2f}"
+    head.append(f" ({notes})", style="dim")
     bars = Table.grid(padding=(0, 1))
     for position, rate in enumerate(shown["per_position"], start=1):
         bars.add_row(_dim(f"{position:>3}"), Text(_bar(rate, BAR_WIDTH), style="cyan"), f"{rate:6.1%}")

@@ -204,7 +204,7 @@ def sweep(
     params: SamplingParams,
     results: list[CellResult],
     *,
-    num_requests: Callable[[int], int],
+    num_requests: Mapping[int, int],
     device: "torch.device | None" = None,
     on_cell: Callable[[CellResult], None] = lambda _: None,
     clock: Clock = time.perf_counter,
@@ -222,7 +222,7 @@ def sweep(
             for cell in group:
                 try:
                     llm = llm or make_llm(*wanted)
-                    num = num_requests(cell.concurrency)
+                    num = num_requests[cell.concurrency]
                     result = run_cell(llm, cell, prompts, params, num, device=device, clock=clock)
                 except (PeagleError, MemoryError, torch.OutOfMemoryError) as error:
                     result = CellResult(cell, failure=reason_of(error))

@@ -83,10 +83,6 @@ class Histogram:
     def count(self) -> float:
         return self.buckets[-1][1]
 
-    @property
-    def mean(self) -> float | None:
-        return self.sum / self.count if self.count else None
-
     def minus(self, before: "Histogram | None") -> "Histogram":
         """What was added since `before`; everything if there was no histogram or its buckets differ."""
         if before is None or [limit for limit, _ in before.buckets] != [limit for limit, _ in self.buckets]:

@@ -103,7 +103,7 @@ def latency(before: Scrape, after: Scrape, *names: str) -> dict[str, float] | No
     added = now and now.minus(before.histogram(*names))
     if added is None or added.count <= 0:
         return None
-    seconds = {"mean": added.mean} | {f"p{percent}": added.percentile(percent) for percent in PERCENTILES}
+    seconds = {"mean": added.sum / added.count} | {f"p{percent}": added.percentile(percent) for percent in PERCENTILES}
     return {"count": int(added.count)} | {name: round(1e3 * (value or 0.0), 3) for name, value in seconds.items()}
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
 
+from peagle.data.config import require_at_least
+from peagle.data.prompts import Prompt, read_prompts, workload_name
 from peagle.errors import ConfigError, PeagleError
 
 if TYPE_CHECKING:
@@ -125,6 +127,35 @@ def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSp
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
+
+
+@dataclass(frozen=True)
+class WorkloadArguments:
+    """Prompts and sampling."""
+
+    prompts: Files | None = None
+    """prompt files, comma-separated"""
+    limit: int | None = None
+    """use only the first N prompts of each file"""
+    num_requests: int | None = None
+    """requests per row of the report; default: each prompt once, and at least 8 x concurrency above 1"""
+    max_tokens: int = 256
+    """most tokens per answer"""
+    temperature: float = 0.0
+    """0 is greedy"""
+    seed: int = 0
+    """random seed"""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "limit", "num_requests", "max_tokens")
+        require_at_least(self, 0, "temperature")
+
+    def read(self) -> list[Prompt]:
+        return [prompt for path in self.prompts or () for prompt in read_prompts(path, limit=self.limit)]
+
+    @property
+    def name(self) -> str:
+        return "+".join(workload_name(path) for path in self.prompts or ())
 
 
 SELF_EVIDENT = ("None", "", "False")

@@ -4,7 +4,7 @@ Reports throughput, latency, acceptance, the split of a step, memory, and how ma
 --anchors adds transformers itself, --dummy measures against memory bandwidth. `peagle bench serve` load-tests a server.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,17 @@ from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.report import check_plot, document_of, facts_of, plot, print_document, tables
-from peagle.cli.arguments import DrafterArguments, Files, Names, Numbers, TargetArguments, accelerator, parse
+from peagle.cli.arguments import (
+    DrafterArguments,
+    Names,
+    Numbers,
+    TargetArguments,
+    WorkloadArguments,
+    accelerator,
+    parse,
+)
 from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
-from peagle.data.prompts import read_prompts, workload_name
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.sampling_params import SamplingParams
 
@@ -30,24 +37,12 @@ DEFAULT_METHODS = (PLAIN, "p-eagle")
 
 @dataclass(frozen=True)
 class Arguments:
-    prompts: Files | None = None
-    """prompt files, comma-separated"""
     methods: Names = DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: Numbers | None = None
     """draft tokens per step; skips what the drafter was not trained for; default: 7, or its trained depth"""
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
-    max_tokens: int = 256
-    """most tokens per answer"""
-    temperature: float = 0.0
-    """0 is greedy"""
-    seed: int = 0
-    """random seed of sampling"""
-    limit: int | None = None
-    """use only the first N prompts of each file"""
-    num_requests: int | None = None
-    """requests per cell; default: each prompt once, and at least 8 x concurrency above 1"""
     json: bool = False
     """print one JSON document as the last line of stdout, instead of tables"""
     plot: Path | None = None
@@ -58,12 +53,14 @@ class Arguments:
     """drafter directory for eagle3; default: the one that ships for the target"""
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
+    workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     target: TargetArguments = field(default_factory=TargetArguments)
     drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
     @property
     def params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        workload = self.workload
+        return SamplingParams(max_tokens=workload.max_tokens, temperature=workload.temperature, seed=workload.seed)
 
 
 def main(argv: list[str]) -> int:
@@ -92,13 +89,12 @@ def check(arguments: Arguments) -> None:
     for method in arguments.methods:
         if method not in METHODS:
             raise ConfigError(f"no method {method!r}", hint=nearest(method, METHODS))
-    for name, numbers in (
-        ("--concurrency", arguments.concurrency),
-        ("--num-draft-tokens", arguments.num_draft_tokens or ()),
-        ("--num-requests", (1 if arguments.num_requests is None else arguments.num_requests,)),
+    for name, least in (
+        ("--concurrency", min(arguments.concurrency)),
+        ("--num-draft-tokens", min(arguments.num_draft_tokens or (1,))),
     ):
-        if min(numbers, default=1) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {min(numbers)}")
+        if least < 1:
+            raise ConfigError(f"{name} must be at least 1, got {least}")
     _check_dummy(arguments)
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens is not None and not drafted:
@@ -114,21 +110,22 @@ def check(arguments: Arguments) -> None:
     ):
         if value is not None and method not in drafted:
             raise ConfigError(f"{flag} needs {method} in --methods", hint=f"add {method}, or drop {flag}")
-    if arguments.anchors and arguments.temperature > 0:
+    temperature = arguments.workload.temperature
+    if arguments.anchors and temperature > 0:
         raise ConfigError(
-            f"--anchors decode greedily, but --temperature is {arguments.temperature}: rates would not be comparable",
+            f"--anchors decode greedily, but --temperature is {temperature}: rates would not be comparable",
             hint="drop one of the two",
         )
 
 
 def _check_dummy(arguments: Arguments) -> None:
     if arguments.dummy is None:
-        if arguments.prompts is None:
+        if arguments.workload.prompts is None:
             raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
         return
     others = {
-        "--prompts": arguments.prompts,
-        "--limit": arguments.limit,
+        "--prompts": arguments.workload.prompts,
+        "--limit": arguments.workload.limit,
         "--num-draft-tokens": arguments.num_draft_tokens,
         "--anchors": arguments.anchors,
         "--target": arguments.target.target,
@@ -146,9 +143,7 @@ def _check_dummy(arguments: Arguments) -> None:
 
 def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it."""
-    assert arguments.prompts is not None
-    params = arguments.params
-    prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, limit=arguments.limit)]
+    params, prompts = arguments.params, arguments.workload.read()
     if "p-eagle" in arguments.methods:
         arguments.drafter.check(arguments.target)
     target = arguments.target.load()
@@ -156,15 +151,12 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
-
-    def num_requests(concurrency: int) -> int:
-        return arguments.num_requests or default_num_requests(concurrency, len(prompts))
-
+    given = arguments.workload.num_requests
+    num_requests = {places: given or default_num_requests(places, len(prompts)) for places in arguments.concurrency}
     interrupt = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results)
     if interrupt is None:
         compare_with_plain(target, prompt_ids, results, params)
-    workload = "+".join(workload_name(path) for path in arguments.prompts)
-    return facts_of(target, params, accelerator(target), workload, len(prompts)), interrupt
+    return facts_of(target, params, accelerator(target), arguments.workload.name, len(prompts)), interrupt
 
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
@@ -177,10 +169,7 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
     bandwidth = measure_bandwidth(target.device)
     cells = cells_of((PLAIN,), {}, arguments.concurrency)
-
-    def num_requests(concurrency: int) -> int:
-        return arguments.num_requests or concurrency
-
+    num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
     interrupt = measure(arguments, cells, target, {}, prompt_ids, params, num_requests, results)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
     return facts | {"bandwidth": bandwidth_report(target, bandwidth, results)}, interrupt
@@ -213,11 +202,11 @@ def measure(
     drafters: Mapping[str, "Drafter"],
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    num_requests: Callable[[int], int],
+    num_requests: Mapping[int, int],
     results: list[CellResult],
 ) -> KeyboardInterrupt | None:
     """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
-    concurrency, max_tokens = arguments.concurrency, arguments.max_tokens
+    concurrency, max_tokens = arguments.concurrency, params.max_tokens
     num_anchors = NUM_ANCHORS * len(concurrency) if arguments.anchors else 0
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=len(cells) + num_anchors)

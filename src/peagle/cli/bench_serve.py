@@ -17,9 +17,10 @@ from peagle.bench.offline import default_num_requests
 from peagle.bench.online import Load, Result, measure, read_goals
 from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.report import check_plot, print_document
-from peagle.cli.arguments import DEFAULT_URL, Files, KeyArguments, Numbers, comma_list, parse
+from peagle.cli.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
 from peagle.cli.progress import progress_bar
-from peagle.data.prompts import Prompt, read_prompts, workload_name
+from peagle.data.config import require_at_least
+from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError
 
 DEFAULT_CONCURRENCY = (1, 8, 32)
@@ -40,24 +41,12 @@ Rates = Annotated[tuple[float, ...], comma_list(read_rate, "RATE[,RATE...]")]
 class Arguments:
     url: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[URL]")] = DEFAULT_URL
     """server address, with or without /v1"""
-    prompts: Files | None = None
-    """prompt files, comma-separated"""
     concurrency: Numbers | None = None
     """most requests in flight; default: 1,8,32, or unlimited with --request-rate"""
     request_rate: Rates = (math.inf,)
     """requests per second (Poisson arrivals); inf: send as soon as --concurrency allows"""
-    max_tokens: int = 256
-    """most tokens per answer"""
     ignore_eos: bool = False
     """generate exactly --max-tokens tokens (vLLM and peagle support this)"""
-    temperature: float = 0.0
-    """0 is greedy"""
-    seed: int = 0
-    """random seed of arrivals and sampling"""
-    limit: int | None = None
-    """use only the first N prompts of each file"""
-    num_requests: int | None = None
-    """requests per load; default: each prompt once, and at least 8 x concurrency above 1"""
     goodput: str | None = None
     """latency goals in ms for goodput, of ttft, tpot, e2el: ttft:200,tpot:20"""
     model: str | None = None
@@ -74,6 +63,7 @@ class Arguments:
     """with --json: include times, lengths and text of every request"""
     plot: Path | None = None
     """plot throughput and TPOT into this file (.png, .svg or .pdf)"""
+    workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     key: KeyArguments = field(default_factory=KeyArguments)
 
 
@@ -82,15 +72,15 @@ def main(argv: list[str]) -> int:
     more = check(arguments)
     goals = None if arguments.goodput is None else read_goals(arguments.goodput)
     root, results = root_of(arguments.url), list[Result]()
-    assert arguments.prompts is not None
-    prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, limit=arguments.limit)]
+    workload = arguments.workload
+    prompts = workload.read()
     question = Question(
         arguments.model or "",
         arguments.endpoint == "chat",
-        arguments.max_tokens,
-        arguments.temperature,
+        workload.max_tokens,
+        workload.temperature,
         arguments.ignore_eos,
-        arguments.seed,
+        workload.seed,
         TIMEOUT_SECONDS,
         more,
     )
@@ -99,7 +89,7 @@ def main(argv: list[str]) -> int:
         raise interrupt
     facts: dict[str, Any] = {
         "base_url": root,
-        "workload": "+".join(workload_name(path) for path in arguments.prompts),
+        "workload": workload.name,
         "num_different_prompts": len(prompts),
         "is_interrupted": interrupt is not None,
     }
@@ -115,17 +105,11 @@ def main(argv: list[str]) -> int:
 
 def check(arguments: Arguments) -> dict[str, Any]:
     """Refuse invalid options before anything is sent; returns the fields of --extra-body."""
-    if arguments.prompts is None:
+    if arguments.workload.prompts is None:
         raise ConfigError("no prompts", hint="pass prompt files with --prompts")
-    for name, value, least in (
-        ("--concurrency", min(arguments.concurrency or (1,)), 1),
-        ("--num-requests", 1 if arguments.num_requests is None else arguments.num_requests, 1),
-        ("--max-tokens", arguments.max_tokens, 1),
-        ("--ready-seconds", arguments.ready_seconds, 0),
-        ("--temperature", arguments.temperature, 0),
-    ):
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    if (least := min(arguments.concurrency or (1,))) < 1:
+        raise ConfigError(f"--concurrency must be at least 1, got {least}")
+    require_at_least(arguments, 0, "ready_seconds")
     if arguments.detailed and not arguments.json:
         raise ConfigError("--detailed needs --json", hint="add --json")
     if arguments.plot is not None:
@@ -148,7 +132,7 @@ def run(
     is_open = arguments.concurrency is None and arguments.request_rate != (math.inf,)
     concurrency = (None,) if is_open else arguments.concurrency or DEFAULT_CONCURRENCY
     planned = [
-        Result(Load(places, rate), arguments.num_requests or default_num_requests(places or 0, len(prompts)))
+        Result(Load(places, rate), arguments.workload.num_requests or default_num_requests(places or 0, len(prompts)))
         for rate in arguments.request_rate
         for places in concurrency
     ]
@@ -164,6 +148,6 @@ def run(
                 failed = f", {figures['failed']} failed" if figures["failed"] else ""
                 progress.console.print(f"{result.load.label}: {figures['output_throughput']:,.1f} tokens/s{failed}")
 
-        options: dict[str, Any] = {"seed": arguments.seed, "on_result": on_result, "on_done": on_done}
+        options: dict[str, Any] = {"seed": arguments.workload.seed, "on_result": on_result, "on_done": on_done}
         api_key, ready_seconds = arguments.key.read(), arguments.ready_seconds
         return measure(root, api_key, question, prompts, planned, results, ready_seconds=ready_seconds, **options)

@@ -5,7 +5,6 @@ go after --, as in `peagle deploy vllm gpt-oss-20b -- --max-num-seqs 64`. To hav
 keys, limits and metrics in front, use `peagle serve --engine vllm`.
 """
 
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,10 +94,8 @@ def main(argv: list[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)
     for what, text in texts.items():
         path = output / FILES[what]
-        scratch = path.with_name(f".{path.name}.writing")
-        scratch.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         if what == "command":
-            scratch.chmod(0o755)
-        os.replace(scratch, path)
+            path.chmod(0o755)
         print(path)
     return 0

@@ -69,7 +69,6 @@ class Arguments:
 def main(argv: list[str]) -> int:
     argv, words = split_words(argv)
     arguments = parse(Arguments, "serve", argv)
-    arguments = replace(arguments, name=None, target=with_positional(arguments.target, "target", arguments.name))
     is_vllm = arguments.engine_name == "vllm"
     changed = [each.name for each in fields(VllmOptions) if getattr(arguments.vllm, each.name) != each.default]
     only_vllm = [*(f"--{name.replace('_', '-')}" for name in changed), *words[:1]]
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> int:
 
 def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:
     """Fill in from a container's environment what the command line leaves open."""
-    target, drafter = arguments.target, arguments.drafter
+    target, drafter = with_positional(arguments.target, "target", arguments.name), arguments.drafter
     name = target.target or conventions.target
     if conventions.is_container and name is None:
         log.warning("no SM_VLLM_MODEL, no /opt/ml/model and no HF_MODEL_ID: serving the embedded default")

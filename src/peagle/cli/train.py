@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
 
         from peagle.training.run import train_drafter
 
-        with contextlib.closing(Steps(config, is_shown=world.is_main)) as steps:
-            train_drafter(target, config, steps.show)
+        with contextlib.closing(Steps(config)) as steps:
+            train_drafter(target, config, steps.show if world.is_main else lambda *_: None)
     if world.is_main:
         print(config.output)
     return 0
@@ -58,17 +58,13 @@ def main(argv: list[str]) -> int:
 class Steps:
     """Training progress: a bar on a terminal, else one line per logged step."""
 
-    def __init__(self, config: TrainConfig, *, is_shown: bool) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._num_steps, self._tokens_per_step = config.num_steps, config.batch_size * config.max_length
-        self._is_shown = is_shown
         self._progress: Progress = progress_bar(has_lines=False)
         self._task = self._progress.add_task("training", total=config.num_steps)
 
     def show(self, step: int, metrics: dict[str, Any] | None) -> None:
-        if not self._is_shown:
-            return
-        if not self._progress.disable and not self._progress.live.is_started:
-            self._progress.start()
+        self._progress.start()
         self._progress.update(self._task, completed=step)
         if metrics is not None:
             rate = metrics["steps_per_second"]
