@@ -11,9 +11,8 @@ from transformers import LlamaConfig
 
 from harness.drafter_passes import card_for, draft_logits
 from harness.tiny_models import tiny_drafter, tiny_target
-from peagle.checkpoint.config_json import write_config
+from peagle.checkpoint.config_json import rope_parameters, write_config
 from peagle.checkpoint.native import load_drafter, save_drafter
-from peagle.compare.vllm_rules import rope_parameters
 from peagle.drafter.config import DrafterConfig
 from peagle.errors import CheckpointError, ConfigError
 from peagle.targets.hf import HFTarget

@@ -43,13 +43,16 @@ def narrowed(name: str):
 
 
 FAULTS = {
-    "a missing tensor": (lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"), "up_proj.weight' is missing"),
+    "a missing tensor": (
+        lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"),
+        "lacks the tensor 'layers.0.mlp.up_proj.weight'",
+    ),
     "a misshapen mask_hidden": (narrowed("mask_hidden"), "'mask_hidden' has shape [191]"),
     "a misshapen tensor of a layer": (narrowed("layers.1.mlp.down_proj.weight"), "has shape [64, 127]"),
     "a misshapen table of ids": (narrowed("d2t"), "'d2t' has shape [95]"),
     "a tensor without a place": (
         lambda tensors: tensors.update({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
-        "has no place for the tensor 'layers.0.self_attn.q_proj.bias'",
+        "holds the tensor 'layers.0.self_attn.q_proj.bias', which config.json has no place for",
     ),
     "embeddings without the mask row": (
         lambda tensors: tensors.update({"embed_tokens.weight": tensors["embed_tokens.weight"][:8].clone()}),

@@ -22,11 +22,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.model_families import trained_drafter
+from parity.agreement_table import table
 from parity.compare_speculators_trained import MAX_TOKENS, NUM_DRAFT_TOKENS, PROMPT_LENGTH, make_target, write_inputs
 from peagle.checkpoint import speculators, vllm
 from peagle.checkpoint.card import card_of
 from peagle.checkpoint.native import load_drafter
-from peagle.compare.vllm_parity import JUDGE, OurSide, compare, run_judge, table
+from peagle.compare.vllm_parity import JUDGE, OurSide, compare, run_judge
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import choose_draft_vocab
 from peagle.targets.hf import HFTarget

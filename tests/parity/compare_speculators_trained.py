@@ -27,8 +27,9 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.tiny_models import tiny_target
+from parity.agreement_table import table
 from peagle.checkpoint.native import load_drafter
-from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge, table
+from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
 from peagle.sampling_params import SamplingParams

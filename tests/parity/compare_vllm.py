@@ -18,7 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge, table
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from parity.agreement_table import table
+from peagle.compare.vllm_parity import Agreement, OurSide, compare, run_judge
 
 HERE = Path(__file__).resolve().parent
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")

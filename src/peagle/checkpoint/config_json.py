@@ -43,6 +43,7 @@ MASK_TOKEN_KEYS = (*VLLM_MASK_TOKEN_KEYS, "unused_token_id")
 """Every known spelling of the mask token. A drafter that has one of them drafts in parallel."""
 WRITTEN_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Releases of vLLM read different keys, so the same value is written to all of these."""
+NORM_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 LLAMA_MODEL_TYPES = {"llama", "llama_peagle", "peagle", "eagle3", "speculators"}
 UNSUPPORTED = {"logit_scale": 1.0, "partial_rotary_factor": 1.0, "mlp_bias": False, "quantization_config": None}
 """Keys that would change the computation and are not implemented, with the only value that is accepted."""
@@ -62,10 +63,7 @@ def write_config(config: DrafterConfig, dtype: "torch.dtype") -> dict[str, Any]:
             "norm_before_fc": config.norm_before_fc,
             AUX_KEY: list(config.aux_layer_ids),
         },
-        "fc_norm": config.fc_norm,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in NORM_FLAGS},
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -109,18 +107,28 @@ def _rope_values(rope: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """A drafter's config.json with all keys on one level, whichever form it is in."""
+def read_object(path: Path) -> dict[str, Any]:
+    """A drafter's config.json as it is written."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"no drafter at {path.parent}: {path.name} is missing") from None
+        raise CheckpointError(
+            f"no drafter at {path.parent}: {path.name} is missing",
+            hint="the copy is incomplete, or this is not a drafter directory",
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", hint="it is corrupt; copy it again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(values).__name__}", hint="it is not a drafter's config"
+        )
+    return values
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """A drafter's config.json with all keys on one level, whichever form it is in."""
     try:
-        return _flatten(values)
+        return _flatten(read_object(path))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
 
@@ -140,9 +148,10 @@ def mask_token_id(values: Mapping[str, Any]) -> int | None:
     return found
 
 
-def is_mask_token_read_by_vllm(values: Mapping[str, Any]) -> bool:
-    """Whether vLLM finds the mask token in a raw config.json: at the top level, under a key it knows."""
-    return any(_with_nested_key(values).get(key) is not None for key in VLLM_MASK_TOKEN_KEYS)
+def vllm_mask_token_id(values: Mapping[str, Any]) -> Any:
+    """The mask token that vLLM finds in a raw config.json: at the top level, under a key it knows; None if absent."""
+    flat = _with_nested_key(values)
+    return next((flat[key] for key in VLLM_MASK_TOKEN_KEYS if flat.get(key) is not None), None)
 
 
 def _with_nested_key(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def read_config(
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:
     """All keys on one level: eagle_config and the layer config of the speculators form are merged in."""
-    values = _present(values)
+    values = present(values)
     kind = values.get("speculators_model_type")
     if kind is not None:
         if kind not in ("peagle", "eagle3"):
@@ -197,10 +206,10 @@ def _speculators_defaults(values: dict[str, Any], kind: str) -> dict[str, Any]:
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise ConfigError(f"proposal_methods must be a list of objects, got {methods!r}")
     num_draft_tokens = methods[0].get("speculative_tokens")
-    return _present({"norm_before_residual": kind == "eagle3", "num_draft_tokens": num_draft_tokens})
+    return present({"norm_before_residual": kind == "eagle3", "num_draft_tokens": num_draft_tokens})
 
 
-def _present(values: dict[str, Any]) -> dict[str, Any]:
+def present(values: dict[str, Any]) -> dict[str, Any]:
     """Drop keys that hold null, which means "not set"."""
     return {key: value for key, value in values.items() if value is not None}
 
@@ -209,7 +218,7 @@ def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = values.get(key, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{key} must be an object, got {found!r}")
-    return _present(found)
+    return present(found)
 
 
 def _check_supported(values: dict[str, Any]) -> None:
@@ -239,8 +248,6 @@ def _from_values(
     is_qwen3 = values.get("model_type") == "qwen3"
     if is_qwen3:
         values = {"head_dim": 128, "num_key_value_heads": 32} | values
-    hidden_size, num_heads = _whole(values, "hidden_size"), _whole(values, "num_attention_heads")
-    vocab_size = _whole(values, "vocab_size")
     mask_token, parallel = mask_token_id(values), is_parallel(values, tensors)
     if parallel and mask_token is None:
         raise ConfigError(
@@ -250,33 +257,39 @@ def _from_values(
     sliding_window, sliding_layers = _windows(values)
     embedding, head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     return DrafterConfig(
-        hidden_size=hidden_size,
-        intermediate_size=_whole(values, "intermediate_size"),
-        num_layers=_whole(values, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=_whole(values, "num_key_value_heads", num_heads),
-        head_dim=_whole(values, "head_dim", hidden_size // num_heads),
-        vocab_size=vocab_size,
-        draft_vocab_size=_whole(values, "draft_vocab_size", vocab_size),
-        target_hidden_size=_whole(values, "target_hidden_size", hidden_size),
+        **plain_settings(values, target),
         aux_layer_ids=_aux_layer_ids(values, target, card, repairs),
         parallel=parallel,
         mask_token_id=mask_token,
         num_draft_tokens=trained_draft_tokens(values) if card is None else card.num_draft_tokens,
-        fc_norm=bool(values.get("fc_norm", False)),
-        norm_before_fc=bool(values.get("norm_before_fc", False)),
-        norm_before_residual=bool(values.get("norm_before_residual", False)),
-        norm_output=bool(values.get("norm_output", False)),
-        attention_bias=bool(values.get("attention_bias", False)),
         qk_norm=is_qwen3,
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        max_length=_whole(values, "max_position_embeddings", target.max_length),
         rope_parameters=_rope_parameters(values),
         embeddings="shared" if _is_targets(embedding, target.embedding_VD, mask_token) else "own",
         head="shared" if _is_targets(head, target.head_VD, None) else "own",
     )
+
+
+def plain_settings(values: Mapping[str, Any], target: "HFTarget") -> dict[str, Any]:
+    """The fields of `DrafterConfig` that every engine reads from the same keys, with the defaults of transformers."""
+    hidden_size, num_heads = _whole(values, "hidden_size"), _whole(values, "num_attention_heads")
+    vocab_size = _whole(values, "vocab_size")
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": _whole(values, "intermediate_size"),
+        "num_layers": _whole(values, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": _whole(values, "num_key_value_heads", num_heads),
+        "head_dim": _whole(values, "head_dim", hidden_size // num_heads),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": _whole(values, "draft_vocab_size", vocab_size),
+        "target_hidden_size": _whole(values, "target_hidden_size", hidden_size),
+        "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+        "max_length": _whole(values, "max_position_embeddings", target.max_length),
+        "attention_bias": bool(values.get("attention_bias", False)),
+        **{name: bool(values.get(name, False)) for name in NORM_FLAGS},
+    }
 
 
 def _whole(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -353,31 +366,38 @@ def _is_targets(table: "Tensor | None", target_table: "Tensor", own_row: int | N
     """Whether a table is the target's: absent, or equal to it except for the drafter's own row."""
     if table is None:
         return True
-    if table.shape != target_table.shape:
-        return False
     # Compare in the lower of the two precisions: the drafter may be stored in a lower one than the target's.
     dtype = min(table.dtype, target_table.dtype, key=lambda dtype: dtype.itemsize)
-    differs = (table.to(dtype) != target_table.to("cpu", dtype)).any(1)
+    return table.shape == target_table.shape and not num_differing_rows(table, target_table, own_row, dtype)
+
+
+def num_differing_rows(table: "Tensor", target_table: "Tensor", own_row: int | None, dtype: "torch.dtype") -> int:
+    """Rows of a drafter's table that are not the target's in `dtype`, its own row (the mask token's) left out."""
+    differs = (table.to(dtype) != target_table.to(table.device, dtype)).any(1)
     if own_row is not None and 0 <= own_row < len(differs):
         differs[own_row] = False
-    return not bool(differs.any())
+    return int(differs.sum())
+
+
+def rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings from the current key or the older two, with type and base filled in."""
+    found = _mapping(values, "rope_parameters") or _mapping(values, "rope_scaling")
+    rest = {key: value for key, value in found.items() if key not in ("rope_type", "type")}
+    return {"rope_type": _rope_type(found) or "default", "rope_theta": values.get("rope_theta", 10000.0)} | rest
 
 
 def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings from rope_parameters, else from the older rope_theta and rope_scaling."""
+    """The same, where keys that disagree or differ by layer are refused."""
     new, old = _mapping(values, "rope_parameters"), _mapping(values, "rope_scaling")
-    found = new or old
     for name, first, second in (
         ("rope_theta", new.get("rope_theta"), values.get("rope_theta")),
         ("rope_type", _rope_type(new), _rope_type(old)),
     ):
         if first is not None and second is not None and first != second:
             raise _disagreement({f"rope_parameters.{name}": first, name: second})
-    if any(isinstance(value, dict) for value in found.values()):
+    if any(isinstance(value, dict) for value in (new or old).values()):
         raise ConfigError("rope_parameters per layer are not supported", hint="known: one set for all layers")
-    rope_type = _rope_type(found) or "default"
-    rest = {key: value for key, value in found.items() if key not in ("rope_type", "type")}
-    return {"rope_type": rope_type, "rope_theta": values.get("rope_theta", 10000.0)} | rest
+    return rope_parameters(values)
 
 
 def _rope_type(rope: dict[str, Any]) -> Any:

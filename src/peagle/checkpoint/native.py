@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRATCH_PREFIX = ".saving-"
+COMPACT_TENSOR = "mask_embedding"
+"""Only our compact form has it; no other engine reads it."""
+HOLDS = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}, or shards of it with their index"
+MISSING_HINTS = {
+    "d2t": "a draft vocabulary smaller than the target's needs d2t",
+    "mask_hidden": "parallel drafting needs the learned placeholder state",
+}
 
 
 def save_drafter(
@@ -57,7 +65,7 @@ def stored_tensors(drafter: Drafter, *, full: bool) -> dict[str, Tensor]:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
         if full or drafter.config.embeddings == "own":
             table = drafter.embedding_VD.detach().clone()
-            table[drafter.config.mask_token_id] = tensors.pop("mask_embedding").to(table.dtype)
+            table[drafter.config.mask_token_id] = tensors.pop(COMPACT_TENSOR).to(table.dtype)
             tensors["embed_tokens.weight"] = table
     if full and drafter.config.head == "shared" and drafter.config.draft_vocab_size < drafter.config.vocab_size:
         tensors["lm_head.weight"] = drafter.head_VD  # engines can share the whole head of the target, not some rows
@@ -132,7 +140,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     repairs: list[str] = []
     config = read_config(directory / CONFIG_NAME, tensors, target, card, repairs)
     config = _with_advice(config, target, directory)
-    _check_fit(config, target, directory)
+    check_fit(config, target, directory)
     if card is not None:
         _check_agreement(card, config, directory)
     try:
@@ -164,10 +172,7 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
     missing = [] if (directory / CONFIG_NAME).is_file() else [CONFIG_NAME]
     missing += [] if weights_files(directory) else [WEIGHTS_NAME]
     for name in missing:
-        raise CheckpointError(
-            f"no drafter at {directory}: {name} is missing",
-            hint=f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}, or shards of it with their index",
-        )
+        raise CheckpointError(f"no drafter at {directory}: {name} is missing", hint=HOLDS)
     return directory
 
 
@@ -176,27 +181,19 @@ def _shipped(path: Path, target: "HFTarget") -> Path:
     named = target.find_drafter(str(path))
     if named is not None:
         return named
-    hint = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}"
-    if len(path.parts) != 1:
-        raise CheckpointError(f"no directory {path}", hint=hint)
-    if target.entry is not None:
-        known = [drafter.variant for drafter in target.entry.drafters]
-        raise CheckpointError(
-            f"no directory {path}, and the catalog has no drafter of that name for {target.name}",
-            hint=nearest(str(path), known),
-        )
-    shipped = target.shipped_drafter
-    if shipped is None:
-        raise CheckpointError(f"no directory {path}", hint=hint)
-    directory = shipped.with_name(path.name)
-    if not directory.is_dir():
+    message, hint, shipped = f"no directory {path}", HOLDS, target.shipped_drafter
+    is_name = len(path.parts) == 1
+    if is_name and target.entry is not None:
+        message += f", and the catalog has no drafter of that name for {target.name}"
+        hint = nearest(str(path), [drafter.variant for drafter in target.entry.drafters])
+    elif is_name and shipped is not None:
+        directory = shipped.with_name(path.name)
+        if directory.is_dir():
+            return directory
         names = sorted(config.parent.name for config in shipped.parent.glob(f"*/{CONFIG_NAME}"))
-        raise CheckpointError(
-            f"no directory {path}, and no drafter of that name ships with this version; those that do: "
-            f"{', '.join(names) or 'none'}",
-            hint=hint,
-        )
-    return directory
+        message += ", and no drafter of that name ships with this version; those that do: "
+        message += ", ".join(names) or "none"
+    raise CheckpointError(message, hint=hint)
 
 
 def _with_advice(config: DrafterConfig, target: "HFTarget", directory: Path) -> DrafterConfig:
@@ -236,7 +233,7 @@ def _check_agreement(card: DrafterCard, config: DrafterConfig, directory: Path) 
             )
 
 
-def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
+def check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
     """Refuse sizes that cannot work with the target."""
     for name, ours, theirs in (
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -251,7 +248,7 @@ def _check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> No
         raise CheckpointError(
             f"{directory / CONFIG_NAME}: the drafter reads layers {list(config.aux_layer_ids)}, "
             f"but those of target {target.name!r} are 0 to {target.num_layers - 1}",
-            hint="the drafter belongs to another target",
+            hint="the drafter belongs to another target, or its ids count from 1",
         )
 
 
@@ -266,46 +263,64 @@ def _fill(
     config = drafter.config
     tensors = dict(tensors)
     _settle_vocabulary(tensors, config, path, repairs)
-    if config.parallel:
-        _settle_placeholder(tensors, config, target, directory)
-    if config.embeddings == "shared":
-        tensors.pop("embed_tokens.weight", None)
-    if config.head == "shared":
-        tensors.pop("lm_head.weight", None)
-    wanted = drafter.state_dict()
-    for name in sorted(wanted.keys() - tensors.keys()):
-        raise CheckpointError(f"{path} lacks the tensor {name!r}", hint=_missing_hint(name))
-    for name in sorted(tensors.keys() - wanted.keys()):
-        raise CheckpointError(
-            f"{path} holds the tensor {name!r}, which {CONFIG_NAME} has no place for",
-            hint="a switch in config.json (fc_norm, norm_before_fc, attention_bias, num_hidden_layers) may be wrong",
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {list(tensor.shape)}, but {CONFIG_NAME} asks for "
-                f"{list(wanted[name].shape)}"
-            )
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} holds NaN or infinite values", hint="copy or train it again"
-            )
-    drafter.load_state_dict(tensors)
-
-
-def _settle_placeholder(tensors: dict[str, Tensor], config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
-    """Set `mask_embedding`, from the stored table if there is one, and flatten `mask_hidden`."""
-    row, table = config.mask_token_id, tensors.get("embed_tokens.weight")
-    if table is None and "mask_embedding" not in tensors:
+    if config.parallel and not tensors.keys() & {"embed_tokens.weight", COMPACT_TENSOR}:
         log.warning(
             "%s has no embeddings, so the mask token %s gets the target's row. If that row was trained, drafts beyond "
             "the first lose acceptance",
             directory,
-            row,
+            config.mask_token_id,
         )
-    tensors.setdefault("mask_embedding", (target.embedding_VD.cpu() if table is None else table)[row].clone())
-    if "mask_hidden" in tensors:
-        tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    state = state_of(config, tensors, target)
+    check_state(state, drafter, path)
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{path}: tensor {name!r} holds NaN or infinite values", hint="copy or train it again"
+            )
+    drafter.load_state_dict(state)
+
+
+def state_of(config: DrafterConfig, tensors: Mapping[str, Tensor], target: "HFTarget") -> dict[str, Tensor]:
+    """Tensors by the names of `Drafter.state_dict`. Without its own mask row, the row an engine falls back to."""
+    state = dict(tensors)
+    if config.parallel:
+        table = state.get("embed_tokens.weight")
+        source = target.embedding_VD.cpu() if table is None else table
+        if source.dim() != 2 or not 0 <= (config.mask_token_id or 0) < len(source):
+            raise CheckpointError(
+                f"the embeddings of shape {list(source.shape)} have no row for the mask token {config.mask_token_id}",
+                hint="config.json and the weights belong to different drafters, or the table was truncated",
+            )
+        state.setdefault(COMPACT_TENSOR, source[config.mask_token_id].clone())
+        if "mask_hidden" in state:
+            state["mask_hidden"] = state["mask_hidden"].flatten()
+    unused = {
+        "t2d": True,
+        "d2t": config.draft_vocab_size == config.vocab_size,
+        "embed_tokens.weight": config.embeddings == "shared",
+        "lm_head.weight": config.head == "shared",
+    }
+    return {name: tensor for name, tensor in state.items() if not unused.get(name, False)}
+
+
+def check_state(state: Mapping[str, Tensor], drafter: Drafter, path: Path) -> None:
+    """Refuse missing, unknown and misshapen tensors by name. The drafter may be on the meta device."""
+    wanted = drafter.state_dict()
+    for name in sorted(wanted.keys() - state.keys()):
+        hint = MISSING_HINTS.get(name, "the file is incomplete, or a switch in config.json is wrong")
+        raise CheckpointError(f"{path} lacks the tensor {name!r}", hint=hint)
+    for name in sorted(state.keys() - wanted.keys()):
+        raise CheckpointError(
+            f"{path} holds the tensor {name!r}, which {CONFIG_NAME} has no place for",
+            hint="a switch in config.json (fc_norm, norm_before_fc, attention_bias, num_hidden_layers) may be wrong",
+        )
+    for name, tensor in state.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has shape {list(tensor.shape)}, but {CONFIG_NAME} asks for "
+                f"{list(wanted[name].shape)}",
+                hint="config.json and the weights belong to different drafters",
+            )
 
 
 def _settle_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, path: Path, repairs: list[str]) -> None:
@@ -331,11 +346,3 @@ def _settle_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, path: 
             f"{path}: d2t is not all zeros, although the draft vocabulary is the full vocabulary",
             hint="d2t holds offsets (target = draft + d2t[draft]); remove it if the vocabulary is full",
         )
-
-
-def _missing_hint(name: str) -> str:
-    if name == "d2t":
-        return "a draft vocabulary smaller than the target's needs d2t"
-    if name == "mask_hidden":
-        return "parallel drafting needs the learned placeholder state"
-    return "the file is incomplete, or a switch in config.json is wrong"

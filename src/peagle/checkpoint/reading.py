@@ -4,16 +4,15 @@ Two engines that read one directory differently run two different drafters. So t
 reading with the card, and only then computes with it.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from peagle.checkpoint.config_json import read_object
 from peagle.checkpoint.layouts import CONFIG_NAME, WEIGHTS_NAME, complete_directory, load_tensors, weights_files
-from peagle.checkpoint.native import drafter_directory
+from peagle.checkpoint.native import COMPACT_TENSOR, drafter_directory
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
@@ -22,17 +21,9 @@ from peagle.targets.safetensors_header import read_header
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-COMPACT_TENSOR = "mask_embedding"
-"""Only our compact form has it; no other engine reads it."""
-INCOMPLETE = "the copy is incomplete, or this is not a drafter directory"
 
-
-class Difference(Exception):  # noqa: N818  a finding about the files, not an error of this program
+class Difference(CheckpointError):  # noqa: N818  a finding about the files, not an error of this program
     """A directory is not what it should be: what was found, and the likely cause."""
-
-    def __init__(self, found: str, cause: str) -> None:
-        super().__init__(found)
-        self.found, self.cause = found, cause
 
 
 @dataclass(frozen=True)
@@ -75,21 +66,11 @@ def find_directory(given: Path | str, target: "HFTarget") -> Path:
 
 
 def read_files(directory: Path) -> Files:
-    """Read config and weights. A missing, truncated or damaged file is a Difference."""
-    if not (directory / CONFIG_NAME).is_file():
-        raise Difference(f"{CONFIG_NAME} is missing", INCOMPLETE)
-    try:
-        config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Difference(f"{CONFIG_NAME} is not valid JSON: {error}", "the file is damaged or truncated") from error
-    if not isinstance(config, dict):
-        raise Difference(f"{CONFIG_NAME} is not a JSON object", "it is not a drafter's config")
-    try:
-        paths = weights_files(directory)
-    except CheckpointError as error:
-        raise Difference(error.message, INCOMPLETE) from error
+    """Read config and weights. A missing, truncated or damaged file is a CheckpointError."""
+    config = read_object(directory / CONFIG_NAME)
+    paths = weights_files(directory)
     if not paths:
-        raise Difference(f"{WEIGHTS_NAME} is missing", INCOMPLETE)
+        raise Difference(f"{WEIGHTS_NAME} is missing", "the copy is incomplete, or this is not a drafter directory")
     tensors: dict[str, Tensor] = {}
     for path in paths:
         if path.suffix == ".safetensors":
@@ -100,12 +81,8 @@ def read_files(directory: Path) -> Files:
 
 def check_size(path: Path) -> None:
     """Compare a safetensors file's size with its header."""
-    try:
-        header = read_header(path)
-    except CheckpointError as error:
-        raise Difference(error.message, error.hint or INCOMPLETE) from error
     size = path.stat().st_size
-    expected = max((info.end for info in header.values()), default=size)
+    expected = max((info.end for info in read_header(path).values()), default=size)
     if size < expected:
         raise Difference(
             f"{path.name} is truncated: it has {size:,} of {expected:,} bytes",
@@ -113,27 +90,3 @@ def check_size(path: Path) -> None:
         )
     if size > expected:
         raise Difference(f"{path.name} has {size - expected:,} bytes too many", "data was appended; copy it again")
-
-
-def state_of(config: DrafterConfig, tensors: Mapping[str, Tensor], target: "HFTarget") -> dict[str, Tensor]:
-    """Tensors under our names. Without its own mask row, the row an engine falls back to."""
-    state = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
-    state.pop("t2d", None)
-    if config.parallel:
-        table = state.get("embed_tokens.weight")
-        source = target.embedding_VD.cpu() if table is None else table
-        if source.dim() != 2 or not 0 <= (config.mask_token_id or 0) < len(source):
-            raise Difference(
-                f"the embeddings of shape {list(source.shape)} have no row for the mask token {config.mask_token_id}",
-                "config.json and the weights belong to different drafters, or the table was truncated",
-            )
-        state.setdefault(COMPACT_TENSOR, source[config.mask_token_id].clone())
-        if "mask_hidden" in state:
-            state["mask_hidden"] = state["mask_hidden"].flatten()
-    if config.embeddings == "shared":
-        state.pop("embed_tokens.weight", None)
-    if config.head == "shared":
-        state.pop("lm_head.weight", None)
-    if config.draft_vocab_size == config.vocab_size:
-        state.pop("d2t", None)
-    return state

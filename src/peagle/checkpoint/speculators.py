@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from peagle.checkpoint.card import DrafterCard
-from peagle.checkpoint.config_json import AUX_KEY, layer_values
-from peagle.checkpoint.native import stored_tensors, write_directory
-from peagle.checkpoint.vllm import MIXED_WINDOWS, check_same, has_mixed_windows, served_config
+from peagle.checkpoint.config_json import AUX_KEY, NORM_FLAGS, layer_values
+from peagle.checkpoint.native import write_directory
+from peagle.checkpoint.vllm import MIXED_WINDOWS, all_tensors, check_same, has_mixed_windows, served_config
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import draft_to_target
@@ -63,9 +63,8 @@ def verifier_name(target: HFTarget) -> str:
 
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
     """vLLM's names, both tables, and both directions of a vocabulary map."""
-    tensors = stored_tensors(drafter, full=True)
-    tensors.setdefault("embed_tokens.weight", drafter.embedding_VD.detach())
-    tensors["lm_head.weight"] = drafter.head_VD.detach().clone()  # safetensors cannot store tied tables
+    tensors = all_tensors(drafter)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()  # safetensors cannot store tied tables
     if "d2t" in tensors:
         is_drafted_V = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
         is_drafted_V[draft_to_target(tensors["d2t"].cpu())] = True
@@ -102,10 +101,7 @@ def _values(config: DrafterConfig, target: HFTarget, dtype: torch.dtype) -> dict
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         AUX_KEY: list(config.aux_layer_ids),
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in NORM_FLAGS},
         "embed_requires_grad": config.embeddings == "own",
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 LENGTH_FREE_ROPE = {"default", "llama3", "linear"}
 """Rotary types whose angles do not depend on max_position_embeddings."""
 MIXED_WINDOWS = "vLLM supports one kind of KV cache per drafter and does not start with two"
-UNCOMPARED = {"embeddings", "head", "num_draft_tokens", "advised_draft_tokens", "max_length"}
-"""Settings that an export may change: storage, facts from card and catalog, and the number of positions."""
+NOT_COMPUTED = {"embeddings", "head", "num_draft_tokens", "advised_draft_tokens"}
+"""Settings that do not change what a drafter computes: storage, and facts from card and catalog."""
 
 
 def write(
@@ -90,23 +90,18 @@ def check_same(drafter: Drafter, target: HFTarget, directory: Path, dtype: torch
         raise _broken(directory, "; ".join(loaded.repairs))
     for name in drafter.config.__dataclass_fields__:
         ours, theirs = getattr(drafter.config, name), getattr(loaded.config, name)
-        if ours != theirs and name not in UNCOMPARED:
+        if ours != theirs and name not in NOT_COMPUTED | {"max_length"}:  # `served_config` changes it
             raise _broken(directory, f"{name} is {theirs!r} there and {ours!r} here")
-    found = meaning(loaded)
-    for name, wanted in meaning(drafter).items():
+    found = all_tensors(loaded)
+    for name, wanted in all_tensors(drafter).items():
         if not torch.equal(_rounded(wanted, dtype), _rounded(found[name], dtype)):
             raise _broken(directory, f"the tensor {name!r} differs")
 
 
-def meaning(drafter: Drafter) -> dict[str, Tensor]:
-    """All tensors a drafter computes with, shared tables included."""
-    tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    tensors |= {"embed_tokens.weight": drafter.embedding_VD.detach(), "lm_head.weight": drafter.head_VD.detach()}
-    if drafter.config.parallel:
-        table = tensors["embed_tokens.weight"].clone()
-        table[drafter.config.mask_token_id] = tensors["mask_embedding"].to(table.dtype)
-        tensors["embed_tokens.weight"] = table
-    return tensors
+def all_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """All tensors a drafter computes with by vLLM's names, shared tables included."""
+    tables = {"embed_tokens.weight": drafter.embedding_VD.detach(), "lm_head.weight": drafter.head_VD.detach()}
+    return tables | stored_tensors(drafter, full=True)
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

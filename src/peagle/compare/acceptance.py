@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, card_of
 from peagle.compare.answers import answer_with_engine, decode_with_reference
-from peagle.compare.evidence import render_texts, replace_file
+from peagle.compare.evidence import render_texts
+from peagle.data.shards import write_whole
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
@@ -82,4 +83,4 @@ def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", mea
         raise ConfigError("nothing was drafted, so there is no acceptance to record", hint="use more or longer prompts")
     card = card_of(drafter, target)
     card = dataclasses.replace(card, acceptance=card.acceptance | {BASELINE: measured})
-    replace_file(directory / CARD_NAME, card.to_json())
+    write_whole(directory / CARD_NAME, card.to_json().encode())

@@ -1,16 +1,20 @@
 """Differences between a drafter as an engine reads it and its card, each with the likely cause."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from peagle.checkpoint.card import Evidence
-from peagle.checkpoint.reading import COMPACT_TENSOR, Difference, Files, Reading
+from peagle.checkpoint.config_json import num_differing_rows
+from peagle.checkpoint.native import COMPACT_TENSOR
+from peagle.checkpoint.reading import Difference, Files, Reading
 from peagle.checkpoint.vllm import LENGTH_FREE_ROPE
-from peagle.compare.evidence import fingerprint, meaning_of
+from peagle.compare.evidence import fingerprint, meaning_of, shared_tables
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.vocab import read_table
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
@@ -37,6 +41,13 @@ CAUSES = {
     "draft_vocab_size": "config.json and d2t or lm_head belong to different drafters",
     "sliding_layers": "layer_types was lost or added in a conversion",
     "sliding_window": "sliding_window was edited",
+    "aux_layer_ids": "the ids belong to another drafter or convention; id i means the residual stream entering layer i",
+    "rope_parameters": "the scaling of the rotary embedding was lost or changed in a conversion",
+}
+MISSING_CAUSES = {
+    "d2t": "the vocabulary map was left behind; engines would take draft ids for target ids",
+    "mask_hidden": "the learned placeholder state was left behind",
+    **dict.fromkeys(TABLES, "this drafter trained the table itself; the target's cannot replace it"),
 }
 
 
@@ -57,33 +68,20 @@ def _same(ours: Any, theirs: Any) -> bool:
         return ours.keys() == theirs.keys() and all(_same(value, theirs[key]) for key, value in ours.items())
     if isinstance(ours, float) or isinstance(theirs, float):
         is_number = isinstance(ours, int | float) and isinstance(theirs, int | float)
-        return is_number and abs(ours - theirs) <= 1e-6 * max(abs(ours), abs(theirs))
+        return is_number and math.isclose(ours, theirs, rel_tol=1e-6)
     return bool(ours == theirs)
 
 
 def _cause(name: str, recorded: Any, found: Any) -> str:
-    if name == "aux_layer_ids":
-        return _aux_cause(recorded, found)
-    if name == "rope_parameters":
-        return _rope_cause(recorded, found)
-    return CAUSES.get(name, "config.json was edited, or belongs to another drafter than the card")
-
-
-def _aux_cause(recorded: list[int], found: list[int]) -> str:
-    shifts = {theirs - ours for ours, theirs in zip(recorded, found, strict=False)}
-    if len(recorded) == len(found) and shifts in ({1}, {-1}):
+    if name == "aux_layer_ids" and found in ([index + step for index in recorded] for step in (1, -1)):
         return (
             "the ids are off by one: some tools number a layer's output, engines the residual stream entering it "
             "(id i = output of layer i - 1)"
         )
-    return "the ids belong to another drafter or convention; id i means the residual stream entering layer i"
-
-
-def _rope_cause(recorded: dict[str, Any], found: dict[str, Any]) -> str:
-    if recorded.get("rope_theta") != found.get("rope_theta"):
+    if name == "rope_parameters" and recorded.get("rope_theta") != found.get("rope_theta"):
         what = f"rope theta is {found.get('rope_theta'):g} instead of {recorded.get('rope_theta'):g}"
         return f"{what}: the base was lost in a conversion (10000 is the usual default)"
-    return "the scaling of the rotary embedding was lost or changed in a conversion"
+    return CAUSES.get(name, "config.json was edited, or belongs to another drafter than the card")
 
 
 def check_tensors(
@@ -97,13 +95,14 @@ def check_tensors(
     changed = []
     for name, recorded in evidence.tensors.items():
         if name not in state:
-            raise Difference(f"the tensor {name!r} is missing", _missing_cause(name))
+            cause = MISSING_CAUSES.get(name, "the file is incomplete, or belongs to another drafter")
+            raise Difference(f"the tensor {name!r} is missing", cause)
         if fingerprint(state[name]) != recorded:
             changed.append(name)
     is_rounded = files.dtypes == ["float16"]
-    for name, diagnose in DIAGNOSES.items():  # specific causes first, unless most tensors differ
+    for name in (COMPACT_TENSOR, "mask_hidden", "d2t"):  # specific causes first, unless most tensors differ
         if name in changed and (is_rounded or len(changed) <= len(evidence.tensors) // 2):
-            found, cause = diagnose(evidence, files, reading, target)
+            found, cause = _diagnose(name, evidence, files, reading, target)
             if not (is_rounded and cause == OTHER_STEP):
                 raise Difference(found, cause)
     if changed and not (is_rounded and _is_sound(changed, state)):
@@ -130,32 +129,30 @@ def check_plausible(files: Files, reading: Reading) -> str:
     if reading.config.parallel and not bool(reading.state.get("mask_hidden", torch.ones(1)).any()):
         raise Difference("mask_hidden is all zeros", ZEROED)
     if "d2t" in reading.state:
-        d2t, vocab_size = reading.state["d2t"].long(), reading.config.vocab_size
-        ids = torch.arange(len(d2t)) + d2t
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-            is_absolute = bool((d2t.diff() > 0).all()) and int(d2t[0]) >= 0 and int(d2t[-1]) < vocab_size
-            raise Difference(
-                "d2t holds absolute target ids, not offsets"
-                if is_absolute
-                else "d2t does not map draft ids one to one",
-                ABSOLUTE if is_absolute else "the table is damaged, or belongs to another vocabulary",
-            )
+        _, held_ids = read_table(reading.state["d2t"], None, reading.config.vocab_size)
+        if held_ids:
+            raise Difference("d2t holds absolute target ids, not offsets", ABSOLUTE)
     if reading.config.parallel and not files.is_compact and "embed_tokens.weight" not in files.tensors:
         return "embed_tokens.weight is absent: if the mask row was trained, it is lost"
     return ""
 
 
-def _missing_cause(name: str) -> str:
-    if name == "d2t":
-        return "the vocabulary map was left behind; engines would take draft ids for target ids"
+def _diagnose(name: str, evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
+    """What was found, and the cause, of a changed tensor that is often damaged in a known way."""
+    if name == COMPACT_TENSOR:
+        return _diagnose_mask_row(files, reading, target)
     if name == "mask_hidden":
-        return "the learned placeholder state was left behind"
-    if name in TABLES:
-        return "this drafter trained the table itself; the target's cannot replace it"
-    return "the file is incomplete, or belongs to another drafter"
+        is_zero = not bool(reading.state[name].any())
+        return ("mask_hidden is all zeros", ZEROED) if is_zero else ("mask_hidden has other values", OTHER_STEP)
+    d2t = reading.state["d2t"].long()
+    if fingerprint(d2t - torch.arange(len(d2t))) == evidence.tensors["d2t"]:
+        return "d2t holds absolute target ids, not offsets", ABSOLUTE
+    if not bool(d2t.any()):
+        return "d2t is all zeros", "the buffer was saved before it was filled"
+    return "d2t has other values", "it is the vocabulary of another drafter"
 
 
-def _mask_row(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
+def _diagnose_mask_row(files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
     row = reading.config.mask_token_id
     if "embed_tokens.weight" not in files.tensors and not files.is_compact:
         return (
@@ -169,26 +166,6 @@ def _mask_row(evidence: Evidence, files: Files, reading: Reading, target: "HFTar
             "the table was replaced by the target's in a conversion",
         )
     return f"the trained mask row (token {row}) has other values", OTHER_STEP
-
-
-def _mask_hidden(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
-    if not bool(reading.state["mask_hidden"].any()):
-        return "mask_hidden is all zeros", ZEROED
-    return "mask_hidden has other values", OTHER_STEP
-
-
-def _offsets(evidence: Evidence, files: Files, reading: Reading, target: "HFTarget") -> tuple[str, str]:
-    d2t = reading.state["d2t"].long()
-    ids = torch.arange(len(d2t))
-    if fingerprint(d2t - ids) == evidence.tensors["d2t"]:
-        return "d2t holds absolute target ids, not offsets", ABSOLUTE
-    if not bool(d2t.any()):
-        return "d2t is all zeros", "the buffer was saved before it was filled"
-    return "d2t has other values", "it is the vocabulary of another drafter"
-
-
-Diagnosis = Callable[[Evidence, Files, Reading, "HFTarget"], tuple[str, str]]
-DIAGNOSES: Mapping[str, Diagnosis] = {COMPACT_TENSOR: _mask_row, "mask_hidden": _mask_hidden, "d2t": _offsets}
 
 
 def _is_sound(names: list[str], state: Mapping[str, Tensor]) -> bool:
@@ -209,23 +186,14 @@ def _changed(changed: list[str], evidence: Evidence, state: Mapping[str, Tensor]
 
 def _check_table(name: str, reading: Reading, target: "HFTarget") -> None:
     """A table that the drafter shares with the target must be the target's, except for the mask row."""
-    dtype = torch.float16 if reading.state[name].dtype == torch.float16 else torch.bfloat16
-    table = reading.state[name].to(dtype)
-    if name == TABLES[0]:
-        expected = target.embedding_VD.detach().cpu().to(dtype)
-        rows = torch.ones(len(table), dtype=torch.bool)
-        if reading.config.mask_token_id is not None:
-            rows[reading.config.mask_token_id] = False
-    else:
-        d2t = reading.state.get("d2t")
-        expected = target.head_VD.detach().cpu().to(dtype)
-        expected = expected if d2t is None else expected[torch.arange(len(d2t)) + d2t.long()]
-        rows = torch.ones(len(table), dtype=torch.bool)
+    table = reading.state[name]
+    expected, own_row = shared_tables(target, reading.config, reading.state.get("d2t"))[name]
     if table.shape != expected.shape:
         raise Difference(
             f"{name} has shape {list(table.shape)}, the target's is {list(expected.shape)}", "another target"
         )
-    differing = int((table[rows] != expected[rows]).any(1).sum())
+    dtype = torch.float16 if table.dtype == torch.float16 else torch.bfloat16
+    differing = num_differing_rows(table, expected, own_row, dtype)
     if differing:
         raise Difference(
             f"{differing:,} rows of {name} are not the target's, which this drafter shares",

@@ -1,12 +1,14 @@
 """Where two answers to one prompt diverge, and whether rounding explains it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from peagle.targets.hf import HFTarget
 
 NEAR_TIE = 1e-3
@@ -87,7 +89,19 @@ def near_tie(target: "HFTarget") -> float:
 
 
 def measured_near_tie(target: "HFTarget", texts: Sequence[Sequence[int]]) -> float:
-    """The same, measured: twice the largest change of the top-two gap between a whole pass and short pieces.
+    """The same, measured: what rounding changes of the top-two gap."""
+
+    def top_two_gap(logits_TV: "Tensor") -> "Tensor":
+        top_T2 = logits_TV.float().topk(2).values
+        return top_T2[:, 0] - top_T2[:, 1]
+
+    return max(NEAR_TIE, measured_rounding(target, texts, top_two_gap))
+
+
+def measured_rounding(
+    target: "HFTarget", texts: Sequence[Sequence[int]], decision: Callable[["Tensor"], "Tensor"]
+) -> float:
+    """Twice the largest change of `decision(logits)` between a whole pass and short pieces of the same text.
 
     Twice, because the decision and the gap that judges it both carry the error.
     """
@@ -96,10 +110,9 @@ def measured_near_tie(target: "HFTarget", texts: Sequence[Sequence[int]]) -> flo
     largest = 0.0
     for text in texts:
         token_ids_1T = torch.tensor([list(text)], device=target.device)
-        whole_TV = target.forward(token_ids_1T).logits_BTV[0].float()
+        whole = decision(target.forward(token_ids_1T).logits_BTV[0])
         cache = target.new_cache()
-        pieces = token_ids_1T.split(PIECE, dim=1)
-        pieces_TV = torch.cat([target.forward(piece, cache).logits_BTV[0].float() for piece in pieces])
-        gaps = [top[:, 0] - top[:, 1] for top in (logits.topk(2).values for logits in (whole_TV, pieces_TV))]
-        largest = max(largest, float((gaps[0] - gaps[1]).abs().max()))
-    return max(NEAR_TIE, 2 * largest)
+        for piece, expected in zip(token_ids_1T.split(PIECE, dim=1), whole.split(PIECE), strict=True):
+            found = decision(target.forward(piece, cache).logits_BTV[0])
+            largest = max(largest, float((expected - found).abs().max()))
+    return 2 * largest

@@ -15,8 +15,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoint.card import (
-    CARD_NAME,
-    DrafterCard,
-    Evidence,
-    GateAcceptance,
-    GoldenDraft,
-    GoldenText,
-    card_of,
-)
+from peagle.checkpoint.card import CARD_NAME, DrafterCard, Evidence, GateAcceptance, GoldenDraft, GoldenText, card_of
+from peagle.checkpoint.config_json import num_differing_rows
 from peagle.checkpoint.native import load_drafter
+from peagle.checkpoint.vllm import NOT_COMPUTED
 from peagle.compare.answers import decode_with_reference
+from peagle.data.shards import write_whole
 from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS, DrafterConfig
 from peagle.drafter.drafting import DraftingSession
+from peagle.drafter.vocab import draft_to_target
 from peagle.errors import CheckpointError
 from peagle.sampling_params import SamplingParams
 from peagle.tokenizer import encode, render_chat
@@ -54,33 +48,6 @@ NUM_GOLDEN = 2
 """Prompts for which golden drafts are recorded."""
 NUM_LIKELIEST = 4
 
-MEANING = (
-    "parallel",
-    "aux_layer_ids",
-    "mask_token_id",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "draft_vocab_size",
-    "target_hidden_size",
-    "fc_norm",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "attention_bias",
-    "qk_norm",
-    "sliding_window",
-    "sliding_layers",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_length",
-)
-"""The settings that change what a drafter computes; which tables it shares with the target does not."""
-
 
 def fingerprint(tensor: Tensor) -> str:
     """Hash of shape and values rounded to bfloat16, so a float32 copy of a bfloat16 file has the same."""
@@ -96,25 +63,26 @@ def fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
 @torch.no_grad()
 def own_tensors(target: "HFTarget", drafter: "Drafter") -> dict[str, Tensor]:
     """A drafter's state without the target's tables, which only some forms of its files hold."""
-    state, config = dict(drafter.state_dict()), drafter.config
-    expected = {"embed_tokens.weight": target.embedding_VD, "lm_head.weight": target.head_VD}
-    if config.draft_vocab_size < config.vocab_size:
-        ids = drafter.to_target_ids(torch.arange(config.draft_vocab_size, device=drafter.d2t.device))
-        expected["lm_head.weight"] = target.head_VD[ids.to(target.head_VD.device)]
-    for name, table in expected.items():
-        if name in state and state[name].shape == table.shape:
-            differs = (state[name].bfloat16() != table.to(state[name].device).bfloat16()).any(1)
-            if name == "embed_tokens.weight" and config.mask_token_id is not None:
-                differs[config.mask_token_id] = False
-            if not bool(differs.any()):
-                del state[name]
+    state = dict(drafter.state_dict())
+    for name, (table, own_row) in shared_tables(target, drafter.config, state.get("d2t")).items():
+        is_same_shape = name in state and state[name].shape == table.shape
+        if is_same_shape and not num_differing_rows(state[name], table, own_row, torch.bfloat16):
+            del state[name]
     return state
 
 
+def shared_tables(
+    target: "HFTarget", config: DrafterConfig, d2t: Tensor | None
+) -> dict[str, tuple[Tensor, int | None]]:
+    """The target's tables that a drafter may share, with the row of each that is the drafter's own."""
+    head = target.head_VD if d2t is None else target.head_VD[draft_to_target(d2t.long()).to(target.head_VD.device)]
+    return {"embed_tokens.weight": (target.embedding_VD, config.mask_token_id), "lm_head.weight": (head, None)}
+
+
 def meaning_of(config: DrafterConfig) -> dict[str, Any]:
-    """The settings as JSON has them."""
-    values = dataclasses.asdict(config)
-    meaning: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in MEANING}))
+    """The settings that change what a drafter computes, as JSON has them."""
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key not in NOT_COMPUTED}
+    meaning: dict[str, Any] = json.loads(json.dumps(values))
     return meaning
 
 
@@ -226,17 +194,5 @@ def record_evidence(directory: Path, target: "HFTarget") -> DrafterCard:
                 hint="check the directory first; if the new weights are right, delete `evidence` from the card",
             )
     card = dataclasses.replace(card, evidence=record(target, drafter))
-    replace_file(directory / CARD_NAME, card.to_json())
+    write_whole(directory / CARD_NAME, card.to_json().encode())
     return card
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".card-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.compare.answers import Answers, answer_with_engine, decode_with_reference, generate_with_transformers
-from peagle.compare.divergence import PIECE, first_difference, first_divergence, measured_near_tie
+from peagle.compare.divergence import first_difference, first_divergence, measured_near_tie, measured_rounding
 from peagle.compare.sampling_test import LENGTH, Fit, fit, fit_cells, opening_probs
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError
@@ -155,7 +155,8 @@ def examine(
     answers, accepted = answer_with_engine(target, drafter, depth, rows, params)
     served, acceptance = answers[: len(prompts)], sum(accepted[1 : len(prompts)], accepted[0])
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-    limit = None if _is_exact(target) else measured_near_tie(target, texts)
+    is_exact = str(target.dtype) in ("torch.float32", "torch.float64")
+    limit = None if is_exact else measured_near_tie(target, texts)
     pairs = (
         ("reference decoder with drafts, plain decoding", drafted, plain),
         ("engine with drafts, plain decoding", served, plain),
@@ -165,7 +166,9 @@ def examine(
     on_stage("seeded answers")
     comparisons.append(_compare_seeded(target, prompts, settings, seeded, answers[len(prompts) :], texts))
     on_stage("the distribution of sampled answers")
-    sampled, draws = prompts[: settings.num_sampled_prompts], _draws(settings)
+    sampled = prompts[: settings.num_sampled_prompts]
+    first = SamplingParams(max_tokens=LENGTH, temperature=settings.temperature, ignore_eos=True)
+    draws = [replace(first, seed=1000 + seed) for seed in range(settings.num_samples)]
     # An opening can use two draft tokens; more would only take time.
     rows = [prompt for prompt in sampled for _ in draws]
     drawn, _ = answer_with_engine(target, drafter, min(LENGTH - 1, depth), rows, draws * len(sampled))
@@ -184,15 +187,6 @@ def _seeded(prompts: Sequence[Sequence[int]], settings: Settings) -> list[tuple[
         for index in range(len(prompts))
         for seed in range(settings.num_seeds)
     ]
-
-
-def _draws(settings: Settings) -> list[SamplingParams]:
-    first = SamplingParams(max_tokens=LENGTH, temperature=settings.temperature, ignore_eos=True)
-    return [replace(first, seed=1000 + seed) for seed in range(settings.num_samples)]
-
-
-def _is_exact(target: "HFTarget") -> bool:
-    return str(target.dtype) in ("torch.float32", "torch.float64")
 
 
 def _compare_greedy(
@@ -221,14 +215,15 @@ def _compare_seeded(
     texts: list[list[int]],
 ) -> Comparison:
     # The tokens' intervals lie so close that rounding sometimes moves a border past a random number, even in float32.
-    limit = _measured_shift(target, texts, settings.temperature)
+    limit = measured_rounding(target, texts, lambda logits_TV: _shares(logits_TV, settings.temperature))
     plain, _ = decode_with_reference(target, [prompts[index] for index, _ in rows], [own for _, own in rows])
     differences = []
     for (index, own), answer, other in zip(rows, served, plain, strict=True):
         token = first_difference(answer, other)
         if token is not None:
-            text = [*prompts[index], *other[:token]]
-            gap = _border_distance(target, text, own.seed, answer, other, token, settings)
+            text, drawn = [*prompts[index], *other[:token]], [*answer[token : token + 1], *other[token : token + 1]]
+            # One answer may continue after the other's end, which no draw explains.
+            gap = _border_distance(target, text, own, drawn) if len(drawn) == 2 else 1.0
             differences.append(Difference(index, own.seed, token, gap, gap <= limit))
     num_tokens = sum(map(len, plain))
     return Comparison("seeded sampling: engine with drafts, plain", len(rows), num_tokens, limit, tuple(differences))
@@ -241,46 +236,20 @@ def _shares(logits_V: "Tensor", temperature: float) -> "Tensor":
     return target_probs(logits_V, temperature, 0, 1.0, 0.0).double().cumsum(-1)
 
 
-def _border_distance(
-    target: "HFTarget",
-    text: list[int],
-    seed: int,
-    ours: Sequence[int],
-    theirs: Sequence[int],
-    token: int,
-    settings: Settings,
-) -> float:
-    """Distance from a position's random number to the farther of the two tokens' intervals."""
+def _border_distance(target: "HFTarget", text: list[int], params: SamplingParams, drawn: Sequence[int]) -> float:
+    """Distance from the random number of the position after `text` to the farthest interval of the drawn tokens."""
     import torch
 
     from peagle.kernels.random_numbers import STREAM_DRAW, uniform
 
-    if token >= min(len(ours), len(theirs)):
-        return 1.0  # one answer continued after the other's end, which no draw explains
     row = torch.tensor([text], device=target.device)
-    mass_V = _shares(target.forward(row).logits_BTV[0, -1], settings.temperature)
-    number = float(uniform(torch.tensor([seed]), torch.tensor([len(text)]), STREAM_DRAW)) * float(mass_V[-1])
+    mass_V = _shares(target.forward(row).logits_BTV[0, -1], params.temperature)
+    number = float(uniform(torch.tensor([params.seed]), torch.tensor([len(text)]), STREAM_DRAW)) * float(mass_V[-1])
     distances = [0.0]
-    for drawn in (ours[token], theirs[token]):
-        low = float(mass_V[drawn - 1]) if drawn else 0.0
-        distances += [low - number, number - float(mass_V[drawn])]
+    for token in drawn:
+        low = float(mass_V[token - 1]) if token else 0.0
+        distances += [low - number, number - float(mass_V[token])]
     return max(distances)
-
-
-def _measured_shift(target: "HFTarget", texts: Sequence[Sequence[int]], temperature: float) -> float:
-    """Twice the largest shift of a border between a whole pass and short pieces of the same text."""
-    import torch
-
-    largest = 0.0
-    for text in texts:
-        row = torch.tensor([list(text)], device=target.device)
-        whole_TV = _shares(target.forward(row).logits_BTV[0], temperature)
-        cache, start = target.new_cache(), 0
-        for piece in row.split(PIECE, dim=1):
-            pieces_TV = _shares(target.forward(piece, cache).logits_BTV[0], temperature)
-            largest = max(largest, float((whole_TV[start : start + len(pieces_TV)] - pieces_TV).abs().max()))
-            start += len(pieces_TV)
-    return 2 * largest
 
 
 def _distribution(

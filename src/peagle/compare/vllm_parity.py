@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,12 @@ class Agreement:
         self.ours_per_position = self.ours_per_position or [0] * self.num_draft_tokens
         self.theirs_per_position = self.theirs_per_position or [0] * self.num_draft_tokens
 
+    def note(self, line: str, gap: float) -> bool:
+        """Add a difference to the ties or, if `gap` is too wide for rounding, to the faults; True for a tie."""
+        is_tie = gap < TIE
+        (self.ties if is_tie else self.faults).append(line)
+        return is_tie
+
 
 def compare_outputs(
     agreement: Agreement, label: str, ours: list[int], theirs: list[int], target_gap: Callable[[int], float]
@@ -93,11 +99,7 @@ def compare_outputs(
         if our_token != their_token:
             gap = target_gap(index)
             line = f"{label}: output token {index} is {our_token} here, {their_token} in vLLM, target gap {gap:.1e}"
-            if gap < TIE:
-                agreement.num_output_ties += 1
-                agreement.ties.append(line)
-            else:
-                agreement.faults.append(line)
+            agreement.num_output_ties += agreement.note(line, gap)
             return False
         agreement.num_output_tokens += 1
     if len(ours) != len(theirs):
@@ -118,10 +120,7 @@ def compare_steps(
         where = f"{label} step {number}"
         agreement.num_steps += 1
         compare_draft(agreement, where, our_step, their_step)
-        for counts, step in (
-            (agreement.ours_per_position, our_step),
-            (agreement.theirs_per_position, their_step),
-        ):
+        for counts, step in ((agreement.ours_per_position, our_step), (agreement.theirs_per_position, their_step)):
             for position in range(step.num_accepted):
                 counts[position] += 1
         if our_step.num_accepted != their_step.num_accepted:
@@ -152,11 +151,7 @@ def compare_draft(agreement: Agreement, where: str, ours: VerifiedStep, theirs: 
             continue
         gap = ours.draft_gaps[position]
         line = f"{where} position {position}: draft {our_token} here, {their_token} in vLLM, our gap {gap:.1e}"
-        if gap < TIE:
-            agreement.num_draft_ties += 1
-            agreement.ties.append(line)
-        else:
-            agreement.faults.append(line)
+        agreement.num_draft_ties += agreement.note(line, gap)
 
 
 def check_is_alive(agreement: Agreement) -> None:
@@ -258,24 +253,3 @@ def compare(ours: OurSide, judged: dict[str, Any], max_tokens: int) -> Agreement
         compare_steps(agreement, label, steps, judged_steps(request), target_gap)
     check_is_alive(agreement)
     return agreement
-
-
-def table(agreement: Agreement) -> Iterator[str]:
-    """Accepted draft tokens per position, ours beside vLLM's, and totals."""
-    yield f"{'position':>10} {'peagle':>8} {'vLLM':>8} {'rate':>8}"
-    for position, (mine, other) in enumerate(
-        zip(agreement.ours_per_position, agreement.theirs_per_position, strict=True)
-    ):
-        yield f"{position:>10} {mine:>8} {other:>8} {mine / max(agreement.num_steps, 1):>8.4f}"
-    lengths = [
-        1 + sum(counts) / max(agreement.num_steps, 1)
-        for counts in (agreement.ours_per_position, agreement.theirs_per_position)
-    ]
-    yield f"{'AL':>10} {lengths[0]:>8.4f} {lengths[1]:>8.4f}"
-    num_faulty_drafts = sum(" position " in fault for fault in agreement.faults)
-    yield (
-        f"{agreement.num_prompts} prompts, {agreement.num_output_tokens} output tokens equal "
-        f"({agreement.num_output_ties} prompts end at a target tie); {agreement.num_steps} drafts, "
-        f"{agreement.num_compared_drafts} draft tokens, {num_faulty_drafts} differ "
-        f"({agreement.num_draft_ties} more at ties below {TIE:g})"
-    )

@@ -23,8 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoint.config_json import AUX_KEY, VLLM_ARCHITECTURES, VLLM_MASK_TOKEN_KEYS
-from peagle.checkpoint.reading import COMPACT_TENSOR, Difference, Files, Reading, state_of
+from peagle.checkpoint.config_json import (
+    AUX_KEY,
+    VLLM_ARCHITECTURES,
+    VLLM_MASK_TOKEN_KEYS,
+    plain_settings,
+    present,
+    rope_parameters,
+    vllm_mask_token_id,
+)
+from peagle.checkpoint.layouts import weights_files
+from peagle.checkpoint.native import COMPACT_TENSOR, check_fit, check_state, state_of
+from peagle.checkpoint.reading import Difference, Files, Reading
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
@@ -45,16 +55,18 @@ def read_as_vllm(files: Files, target: "HFTarget", *, parallel: bool) -> Reading
 
     `parallel` is `parallel_drafting` of the speculative config.
     """
-    values = _vllm_values(files.config)
+    values = _vllm_values(present(files.config))
     tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in files.tensors.items()}
     _check_architecture(values)
     _check_names(tensors, values)
     config = _config(values, tensors, target, parallel)
-    _check_fit(config, target)
+    check_fit(config, target, files.directory)
     _check_tensors(config, values, tensors)
-    reading = Reading(config, state_of(config, tensors, target))
-    _check_shapes(reading, target)
-    return reading
+    state = state_of(config, tensors, target)
+    with torch.device("meta"):  # nothing is allocated
+        drafter = Drafter(config, target.embedding_VD, target.head_VD)
+    check_state(state, drafter, weights_files(files.directory)[0])
+    return Reading(config, state)
 
 
 def _vllm_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -67,14 +79,10 @@ def _vllm_values(values: dict[str, Any]) -> dict[str, Any]:
     inner = values.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise Difference("transformer_layer_config is missing", "vLLM takes the layers' sizes from it")
-    taken = dict(inner)
-    taken["draft_vocab_size"] = values.get("draft_vocab_size")
+    taken = present(inner) | {key: values[key] for key in ("target_hidden_size", AUX_KEY) if values.get(key)}
+    taken["draft_vocab_size"] = values.get("draft_vocab_size", inner.get("vocab_size"))
     taken["norm_before_residual"] = values.get("norm_before_residual", kind == "eagle3")
     taken["norm_before_fc"] = values.get("norm_before_fc", False)
-    if values.get("target_hidden_size") is not None:
-        taken["target_hidden_size"] = values["target_hidden_size"]
-    if values.get(AUX_KEY):
-        taken[AUX_KEY] = values[AUX_KEY]
     if kind == "eagle3":
         taken |= {key: values.get(key, False) for key in ("fc_norm", "norm_output")}
     elif "mask_token_id" not in values:
@@ -116,33 +124,18 @@ def _check_names(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
 
 def _config(values: dict[str, Any], tensors: dict[str, Tensor], target: "HFTarget", parallel: bool) -> DrafterConfig:
     eagle = values.get("eagle_config") or {}
+    values = values | {"norm_before_fc": eagle.get("norm_before_fc", values.get("norm_before_fc", False))}
     try:
-        hidden_size, num_heads = int(values["hidden_size"]), int(values["num_attention_heads"])
         sliding = [kind == "sliding_attention" for kind in values.get("layer_types") or ()]
         layers = tuple(index for index, is_sliding in enumerate(sliding) if is_sliding)
         return DrafterConfig(
-            hidden_size=hidden_size,
-            intermediate_size=int(values["intermediate_size"]),
-            num_layers=int(values["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=int(values.get("num_key_value_heads") or num_heads),
-            head_dim=int(values.get("head_dim") or hidden_size // num_heads),
-            vocab_size=int(values["vocab_size"]),
-            draft_vocab_size=int(values.get("draft_vocab_size") or values["vocab_size"]),
-            target_hidden_size=int(values.get("target_hidden_size") or hidden_size),
+            **plain_settings(values, target),
             aux_layer_ids=_aux_layer_ids(values, eagle, target),
             parallel=parallel,
             mask_token_id=_mask_token_id(values) if parallel else None,
-            fc_norm=bool(values.get("fc_norm", False)),
-            norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc", False))),
-            norm_before_residual=bool(values.get("norm_before_residual", False)),
-            norm_output=bool(values.get("norm_output", False)),
-            attention_bias=bool(values.get("attention_bias", False)),
             qk_norm="Qwen3" in str(values.get("architectures")),
             sliding_window=int(values.get("sliding_window") or 0) if layers else 0,
             sliding_layers=layers,
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            max_length=int(values.get("max_position_embeddings", target.max_length)),
             rope_parameters=rope_parameters(values),
             embeddings="own" if "embed_tokens.weight" in tensors else "shared",
             head="own" if "lm_head.weight" in tensors else "shared",
@@ -158,40 +151,34 @@ def _config(values: dict[str, Any], tensors: dict[str, Tensor], target: "HFTarge
 
 def _aux_layer_ids(values: dict[str, Any], eagle: dict[str, Any], target: "HFTarget") -> tuple[int, ...]:
     found = values.get(AUX_KEY) or eagle.get(AUX_KEY)
-    ids = tuple(sorted(set(found))) if found else (2, target.num_layers // 2, target.num_layers - 3)
+    ids = tuple(sorted(set(found or (2, target.num_layers // 2, target.num_layers - 3))))
     count = values.get("num_aux_hidden_states") or len(eagle.get(AUX_KEY) or ()) or 3
-    if count != len(set(ids)):
+    if count != len(ids):
         raise Difference(
-            f"vLLM would read {len(set(ids))} target states (layers {list(ids)}) into an fc built for {count}",
+            f"vLLM would read {len(ids)} target states (layers {list(ids)}) into an fc built for {count}",
             "num_aux_hidden_states and the ids disagree, or ids repeat; vLLM deduplicates them",
-        )
-    if min(ids) < 0 or max(ids) >= target.num_layers:
-        raise Difference(
-            f"aux layers {list(ids)} are not all among the target's 0 to {target.num_layers - 1}",
-            "the drafter belongs to another target, or its ids count from 1",
         )
     return ids
 
 
 def _mask_token_id(values: dict[str, Any]) -> int:
-    flat = {**values, "dflash_config.mask_token_id": (values.get("dflash_config") or {}).get("mask_token_id")}
-    for key in VLLM_MASK_TOKEN_KEYS:
-        if flat.get(key) is not None:
-            return int(flat[key])
-    raise Difference(
-        f"no mask token: config.json has none of {', '.join(VLLM_MASK_TOKEN_KEYS)}",
-        "the key was lost or renamed in a conversion; vLLM refuses to draft in parallel without it",
-    )
+    found = vllm_mask_token_id(values)
+    if found is None:
+        raise Difference(
+            f"no mask token: config.json has none of {', '.join(VLLM_MASK_TOKEN_KEYS)}",
+            "the key was lost or renamed in a conversion; vLLM refuses to draft in parallel without it",
+        )
+    return int(found)
 
 
 def _check_tensors(config: DrafterConfig, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Faults with a specific cause; `_check_shapes` finds the rest."""
+    """Faults with a specific cause; `check_state` finds the rest."""
     for name, switch in (("fc_norm.0.weight", "fc_norm"), ("input_norm.weight", "norm_before_fc")):
         if name in tensors and not getattr(config, switch):
-            raise Difference(
-                f"{switch} is false as vLLM reads config.json, but the file holds {name!r}",
-                _norm_cause(switch, values),
-            )
+            cause = f"the norm flag {switch} was flipped or lost in a conversion"
+            if switch == "fc_norm" and "Peagle" in str(values.get("architectures")):
+                cause = "vLLM ignores fc_norm in a speculators config of type peagle; use `peagle export --to vllm`"
+            raise Difference(f"{switch} is false as vLLM reads config.json, but the file holds {name!r}", cause)
     if config.parallel and "mask_hidden" not in tensors:
         raise Difference("mask_hidden is missing", "the learned placeholder state was lost; vLLM refuses to start")
     if config.draft_vocab_size < config.vocab_size and "d2t" not in tensors:
@@ -228,43 +215,3 @@ def _check_whole_map(d2t: Tensor, vocab_size: int) -> None:
             "d2t is not all zeros, although the draft vocabulary is the full vocabulary",
             "the map belongs to another drafter; remove it if draft ids are target ids",
         )
-
-
-def _check_fit(config: DrafterConfig, target: "HFTarget") -> None:
-    for name, theirs in (("vocab_size", target.vocab_size), ("target_hidden_size", target.hidden_size)):
-        if getattr(config, name) != theirs:
-            raise Difference(
-                f"{name} is {getattr(config, name)}, the target's is {theirs}", "the drafter belongs to another target"
-            )
-
-
-def _check_shapes(reading: Reading, target: "HFTarget") -> None:
-    """Compare names and shapes with the network that the config describes."""
-    with torch.device("meta"):  # nothing is allocated
-        wanted = Drafter(reading.config, target.embedding_VD, target.head_VD).state_dict()
-    switch = "a switch in config.json is wrong"
-    for name in sorted(wanted.keys() - reading.state.keys()):
-        raise Difference(f"the tensor {name!r} is missing", f"the file is incomplete, or {switch}")
-    for name in sorted(reading.state.keys() - wanted.keys()):
-        raise Difference(
-            f"config.json has no place for the tensor {name!r}", f"{switch}, or it belongs to another drafter"
-        )
-    for name, tensor in reading.state.items():
-        if tensor.shape != wanted[name].shape:
-            raise Difference(
-                f"the tensor {name!r} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name].shape)}",
-                "config.json and the weights belong to different drafters",
-            )
-
-
-def _norm_cause(switch: str, values: dict[str, Any]) -> str:
-    if switch == "fc_norm" and "Peagle" in str(values.get("architectures")):
-        return "vLLM ignores fc_norm in a speculators config of type peagle; use `peagle export --to vllm`"
-    return f"the norm flag {switch} was flipped or lost in a conversion"
-
-
-def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings from the current key or the older two, with type and base filled in."""
-    found = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    return {"rope_type": kind, "rope_theta": values.get("rope_theta", 10000.0)} | found

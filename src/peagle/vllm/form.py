@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from peagle import __version__
-from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, is_mask_token_read_by_vllm
+from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, vllm_mask_token_id
 from peagle.checkpoint.layouts import CONFIG_NAME, WEIGHTS_NAME, tensor_types
 from peagle.errors import CheckpointError
 from peagle.targets.catalog import DEFAULT_TARGET
@@ -34,7 +34,7 @@ def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> 
         return "its tensors have prefixed names"
     if facts.parallel and "mask_hidden" not in names:
         return "it names a mask token but has no mask_hidden"
-    if facts.parallel and not is_mask_token_read_by_vllm(values):
+    if facts.parallel and vllm_mask_token_id(values) is None:
         return "vLLM does not read the key of its mask token"
     if facts.layout == "speculators":
         if "fc_norm" in facts.norms and facts.parallel:
