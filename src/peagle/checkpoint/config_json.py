@@ -142,10 +142,14 @@ def is_parallel(values: Mapping[str, Any], tensor_names: Container[str]) -> bool
 
 def mask_token_id(values: Mapping[str, Any]) -> int | None:
     """The mask token from the flattened config, under any known key; None if there is none."""
-    found = _agreed(_with_nested_key(values), MASK_TOKEN_KEYS)
-    if found is not None and type(found) is not int:
-        raise ConfigError(f"mask_token_id must be a token id, got {found!r}")
-    return found
+    flat = _with_nested_key(values)
+    found = {key: flat[key] for key in MASK_TOKEN_KEYS if flat.get(key) is not None}
+    for value in found.values():
+        if type(value) is not int:
+            raise ConfigError(f"mask_token_id must be a token id, got {value!r}")
+    if len(set(found.values())) > 1:
+        raise _disagreement(found)
+    return next(iter(found.values()), None)
 
 
 def vllm_mask_token_id(values: Mapping[str, Any]) -> Any:
@@ -347,14 +351,6 @@ def _aux_layer_ids(
         )
         return default
     return ids
-
-
-def _agreed(values: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value under whichever of `keys` are present; an error if they disagree, None if none is present."""
-    found = {key: values[key] for key in keys if values.get(key) is not None}
-    if len({json.dumps(value) for value in found.values()}) > 1:
-        raise _disagreement(found)
-    return next(iter(found.values()), None)
 
 
 def _disagreement(found: dict[str, Any]) -> ConfigError:

@@ -92,8 +92,8 @@ def check_same(drafter: Drafter, target: HFTarget, directory: Path, dtype: torch
         ours, theirs = getattr(drafter.config, name), getattr(loaded.config, name)
         if ours != theirs and name not in NOT_COMPUTED | {"max_length"}:  # `served_config` changes it
             raise _broken(directory, f"{name} is {theirs!r} there and {ours!r} here")
-    found = all_tensors(loaded)
-    for name, wanted in all_tensors(drafter).items():
+    found = loaded.state_dict() | all_tensors(loaded)  # the mask row also by its own name
+    for name, wanted in (drafter.state_dict() | all_tensors(drafter)).items():
         if not torch.equal(_rounded(wanted, dtype), _rounded(found[name], dtype)):
             raise _broken(directory, f"the tensor {name!r} differs")
 

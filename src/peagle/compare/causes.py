@@ -105,8 +105,7 @@ def check_tensors(
             found, cause = _diagnose(name, evidence, files, reading, target)
             if not (is_rounded and cause == OTHER_STEP):
                 raise Difference(found, cause)
-    if changed and not (is_rounded and _is_sound(changed, state)):
-        raise Difference(*_changed(changed, evidence, state))
+    _check_changed(changed, evidence, state, is_rounded)
     for name in sorted(state.keys() - evidence.tensors.keys()):
         if name not in TABLES:
             raise Difference(
@@ -168,20 +167,23 @@ def _diagnose_mask_row(files: Files, reading: Reading, target: "HFTarget") -> tu
     return f"the trained mask row (token {row}) has other values", OTHER_STEP
 
 
-def _is_sound(names: list[str], state: Mapping[str, Tensor]) -> bool:
-    return all(bool(state[name].isfinite().all()) and bool(state[name].any()) for name in names)
-
-
-def _changed(changed: list[str], evidence: Evidence, state: Mapping[str, Tensor]) -> tuple[str, str]:
-    found = f"{len(changed)} of {len(evidence.tensors)} tensors have other values, first {changed[0]!r}"
+def _check_changed(changed: list[str], evidence: Evidence, state: Mapping[str, Tensor], is_rounded: bool) -> None:
+    """Refuse changed tensors, unless rounding explains all of them."""
     for name in changed:
         if not bool(state[name].isfinite().all()):
-            return f"{name!r} holds NaN or infinite values", "the file is damaged, or the values do not fit its dtype"
+            cause = "the file is damaged, or the values do not fit its dtype"
+            raise Difference(f"{name!r} holds NaN or infinite values", cause)
         if not bool(state[name].any()):
-            return f"{name!r} is all zeros", "it was saved before it was filled, or a conversion created an empty one"
-    if len(changed) > len(evidence.tensors) // 2:
-        return found, "these are the weights of another drafter or training step"
-    return found, "the file is damaged, or these tensors were trained or edited after the card was written"
+            cause = "it was saved before it was filled, or a conversion created an empty one"
+            raise Difference(f"{name!r} is all zeros", cause)
+    if changed and not is_rounded:
+        is_most = len(changed) > len(evidence.tensors) // 2
+        raise Difference(
+            f"{len(changed)} of {len(evidence.tensors)} tensors have other values, first {changed[0]!r}",
+            "these are the weights of another drafter or training step"
+            if is_most
+            else "the file is damaged, or these tensors were trained or edited after the card was written",
+        )
 
 
 def _check_table(name: str, reading: Reading, target: "HFTarget") -> None:

@@ -201,10 +201,6 @@ def run_judge(
         return judged
 
 
-def judged_steps(request: dict[str, Any]) -> list[VerifiedStep]:
-    return [VerifiedStep(tuple(step["draft_tokens"]), step["num_accepted"]) for step in request["steps"]]
-
-
 @dataclass(frozen=True)
 class OurSide:
     """peagle's target and drafter in float32."""
@@ -215,15 +211,14 @@ class OurSide:
 
     def decode(self, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], list[VerifiedStep]]:
         """Output ids and verified steps. vLLM counts its last step beyond `max_tokens`, so we decode that far too."""
-        params = greedy_params(max_tokens + self.num_draft_tokens + 1)
-        output_ids: list[int] = []
-        steps = []
-        num_draft_tokens = self.num_draft_tokens
-        for step in decode(self.target, prompt_ids, params, drafter=self.drafter, num_draft_tokens=num_draft_tokens):
-            output_ids.extend(step.token_ids)
-            if step.draft_token_ids:
-                steps.append(VerifiedStep(step.draft_token_ids, step.num_accepted, tuple(step.draft_gaps)))
-        return output_ids, steps
+        depth = self.num_draft_tokens
+        params = greedy_params(max_tokens + depth + 1)
+        steps = list(decode(self.target, prompt_ids, params, drafter=self.drafter, num_draft_tokens=depth))
+        verified = [step for step in steps if step.draft_token_ids]
+        return (
+            [token for step in steps for token in step.token_ids],
+            [VerifiedStep(step.draft_token_ids, step.num_accepted, step.draft_gaps) for step in verified],
+        )
 
     def target_gaps(self, prompt_ids: list[int], output_ids: list[int]) -> Callable[[int], float]:
         """A function that gives the target's top-two logit gap at output token i, from one forward on demand."""
@@ -248,8 +243,9 @@ def compare(ours: OurSide, judged: dict[str, Any], max_tokens: int) -> Agreement
         prompt_ids = request["prompt_ids"]
         output_ids, steps = ours.decode(prompt_ids, max_tokens)
         target_gap = ours.target_gaps(prompt_ids, output_ids)
+        judged_steps = [VerifiedStep(tuple(step["draft_tokens"]), step["num_accepted"]) for step in request["steps"]]
         agreement.num_prompts += 1
         compare_outputs(agreement, label, output_ids[:max_tokens], request["output_ids"], target_gap)
-        compare_steps(agreement, label, steps, judged_steps(request), target_gap)
+        compare_steps(agreement, label, steps, judged_steps, target_gap)
     check_is_alive(agreement)
     return agreement
