@@ -181,12 +181,12 @@ def _shipped(path: Path, target: "HFTarget") -> Path:
     named = target.find_drafter(str(path))
     if named is not None:
         return named
-    message, hint, shipped = f"no directory {path}", HOLDS, target.shipped_drafter
+    message, hint = f"no directory {path}", HOLDS
     is_name = len(path.parts) == 1
     if is_name and target.entry is not None:
         message += f", and the catalog has no drafter of that name for {target.name}"
         hint = nearest(str(path), [drafter.variant for drafter in target.entry.drafters])
-    elif is_name and shipped is not None:
+    elif is_name and (shipped := target.shipped_drafter) is not None:
         directory = shipped.with_name(path.name)
         if directory.is_dir():
             return directory
