@@ -186,7 +186,7 @@ def test_rolling_keeps_to_sagemakers_rules():
         Rolling("2").as_config(3)
     with pytest.raises(ConfigError, match="between 5% and 50%, got 60%"):
         Rolling("60%")
-    with pytest.raises(ConfigError, match="a number such as 2 or a percentage such as 25%, got few"):
+    with pytest.raises(ConfigError, match="a number such as 2, or between 5% and 50%, got few"):
         Rolling("few")
     percent = Rolling("25%").as_config(4)["RollingUpdatePolicy"]["MaximumBatchSize"]
     assert percent == {"Type": "CAPACITY_PERCENT", "Value": 25}

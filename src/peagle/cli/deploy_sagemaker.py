@@ -159,7 +159,7 @@ def delete(argv: list[str]) -> int:
         group = Call("logs", "delete_log_group", {"logGroupName": log_group(arguments.name)})
         more = (group,) if arguments.logs else ()
         if arguments.dry_run:
-            return print_calls(aws, (*removal(found, aws.call("sts", "get_caller_identity")["Account"]), *more))
+            return print_calls(aws, (*removal(found), *more))
         if found.is_nothing and not arguments.logs:
             log.info("nothing of %s exists in %s", arguments.name, aws.region)
         with operating(aws, arguments.name) as operator:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from peagle.errors import ConfigError, DeployError, MissingExtraError
 from peagle.sagemaker.plan import Call
@@ -38,7 +38,7 @@ class AwsError(DeployError):
         return in_message or self.code in MISSING or self.code.endswith(("NotFound", "NotFoundException"))
 
 
-class Aws:
+class Aws(contextlib.AbstractContextManager["Aws"]):
     """Clients of one region and profile. Use it as a context manager: clients hold connections."""
 
     def __init__(self, region: str | None = None, profile: str | None = None) -> None:
@@ -63,9 +63,6 @@ class Aws:
         # boto3 does not wrap urllib3's errors while a stream is read.
         self._transport_error = urllib3.exceptions.HTTPError
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
@@ -85,6 +82,9 @@ class Aws:
         with self.explained(operation):
             answer: dict[str, Any] = getattr(self.client(service), operation)(**parameters)
             return answer
+
+    def run(self, call: Call) -> dict[str, Any]:
+        return self.call(call.service, call.operation, **call.parameters)
 
     def find(self, service: str, operation: str, **parameters: Any) -> dict[str, Any] | None:
         """Like `call`; None if the resource does not exist."""

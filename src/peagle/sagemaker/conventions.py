@@ -113,10 +113,8 @@ def words_of(flag: str, value: str) -> list[str]:
             return []
         texts = (each if isinstance(each, str) else json.dumps(each, separators=(",", ":")) for each in elements)
         return [flag, *texts]
-    if stripped.startswith("{"):
-        objects = _objects(stripped)
-        return [flag, *(objects if len(objects) > 1 else [value])]
-    return [flag, value]
+    objects = _objects(stripped)
+    return [flag, *(objects if len(objects) > 1 else [value])]
 
 
 def is_off(value: str) -> bool:
@@ -125,16 +123,16 @@ def is_off(value: str) -> bool:
 
 def _objects(text: str) -> list[str]:
     """The JSON objects in a text, as written; empty if it holds anything else."""
-    decoder, found, at = json.JSONDecoder(), [], 0
-    while at < len(text):
+    found = []
+    while text:
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = json.JSONDecoder().raw_decode(text)
         except ValueError:
             return []
         if not isinstance(value, dict):
             return []
-        found.append(text[at:end])
-        at = end + len(text[end:]) - len(text[end:].lstrip())
+        found.append(text[:end])
+        text = text[end:].lstrip()
     return found
 
 

@@ -5,7 +5,7 @@ Resources are found by name and confirmed by tag: models and endpoint configurat
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,12 @@ from peagle.sagemaker.files import prefix_of
 from peagle.sagemaker.plan import BUCKET_TAG, DIGEST_LENGTH, OWNER_TAG, SCALING, Call, own_bucket, scaled
 
 OBJECTS_PER_CALL = 1000
+POLICY_KINDS = [f"{kind}ScalingPolicyConfiguration" for kind in ("Step", "TargetTracking", "Predictive")]
+SCALING_KEYS = {
+    "register_scalable_target": [*scaled(""), "MinCapacity", "MaxCapacity", "SuspendedState"],
+    "put_scaling_policy": [*scaled(""), "PolicyName", "PolicyType", *POLICY_KINDS],
+}
+"""Parameters of the calls that set up scaling."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +40,19 @@ class Found:
     """A deployment's resources, as AWS describes them."""
 
     name: str
+    account: str
     endpoint: Mapping[str, Any] | None = None
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     objects: tuple[Stored, ...] = ()
-    scalable_target: Mapping[str, Any] | None = None
-    policies: tuple[Mapping[str, Any], ...] = ()
+    scaling: tuple[Call, ...] = ()
+    """the calls that set it up"""
     own_bucket: str | None = None
     """peagle's own bucket, if it exists"""
 
     @property
     def is_nothing(self) -> bool:
-        parts = (self.endpoint, self.configs, self.models, self.objects, self.scalable_target, self.policies)
-        return not any(parts)
+        return not any((self.endpoint, self.configs, self.models, self.objects, self.scaling))
 
 
 def config_of(endpoint: Mapping[str, Any]) -> str:
@@ -75,25 +81,26 @@ def look(aws: Aws, name: str, bucket: str | None = None) -> Found:
     buckets = {own} | ({bucket} if bucket else set())
     configs = _named(aws, name, "EndpointConfig", "endpoint_config", buckets)
     models = _named(aws, name, "Model", "model", buckets)
-    objects: list[Stored] = []
-    has_own = False
-    for each in sorted(buckets):
-        stored = _objects(aws, each, name, account)
-        if stored is None and each == bucket:
-            raise DeployError(f"no bucket {bucket}", hint="check --bucket")
-        objects += stored or ()
-        has_own = has_own or (each == own and stored is not None)
-    target, policies = find_scaling(aws, name)
-    return Found(name, endpoint, configs, models, tuple(objects), target, policies, own if has_own else None)
+    stored = {each: _objects(aws, each, name, account) for each in sorted(buckets)}
+    if bucket and stored[bucket] is None:
+        raise DeployError(f"no bucket {bucket}", hint="check --bucket")
+    objects = tuple(each for some in stored.values() for each in some or ())
+    scaling = find_scaling(aws, name)
+    return Found(name, account, endpoint, configs, models, objects, scaling, None if stored[own] is None else own)
 
 
-def find_scaling(aws: Aws, name: str) -> tuple[Mapping[str, Any] | None, tuple[Mapping[str, Any], ...]]:
-    """The endpoint's scalable target and its policies."""
+def find_scaling(aws: Aws, name: str) -> tuple[Call, ...]:
+    """The calls that set up the endpoint's scaling as it is now: its target, then the policies."""
     resource = scaled(name)["ResourceId"]
     space = {"ServiceNamespace": scaled(name)["ServiceNamespace"]}
     targets = aws.pages(SCALING, "describe_scalable_targets", "ScalableTargets", ResourceIds=[resource], **space)
     policies = aws.pages(SCALING, "describe_scaling_policies", "ScalingPolicies", ResourceId=resource, **space)
-    return next(iter(targets), None), tuple(policies)
+    found = [("register_scalable_target", each) for each in targets]
+    found += [("put_scaling_policy", each) for each in policies]
+    return tuple(
+        Call(SCALING, operation, {key: values[key] for key in SCALING_KEYS[operation] if key in values})
+        for operation, values in found
+    )
 
 
 def _named(aws: Aws, name: str, kind: str, noun: str, buckets: set[str]) -> dict[str, dict[str, Any]]:
@@ -137,6 +144,7 @@ def unused(found: Found) -> Found:
     places = [place for name in kept_models if name in found.models for place in sources(found.models[name])]
     return Found(
         found.name,
+        found.account,
         configs={name: config for name, config in found.configs.items() if name != kept},
         models={name: model for name, model in found.models.items() if name not in kept_models},
         objects=tuple(each for each in found.objects if not f"s3://{each.bucket}/{each.key}".startswith(tuple(places))),
@@ -150,17 +158,17 @@ def sources(model: Mapping[str, Any]) -> list[str]:
     return [source["S3DataSource"]["S3Uri"] for source in several if source]
 
 
-def removal(found: Found, account: str) -> tuple[Call, ...]:
+def removal(found: Found) -> tuple[Call, ...]:
     """The calls that remove everything found. After an interruption the rest can still be found.
 
     Models go last of the tagged resources, because their tags name the bucket.
     """
-    calls = list(scaling_removal(found.name, found.scalable_target, found.policies))
+    calls = scaling_removal(found.scaling)
     if found.endpoint is not None:
         endpoint = {"EndpointName": found.name}
         calls.append(Call("sagemaker", "delete_endpoint", endpoint))
         calls.append(Call("sagemaker", "describe_endpoint", endpoint, until="gone"))
-    owner = {"ExpectedBucketOwner": account}
+    owner = {"ExpectedBucketOwner": found.account}
     for each in found.objects:
         if each.upload_id is not None:
             place = {"Bucket": each.bucket, "Key": each.key, "UploadId": each.upload_id}
@@ -181,25 +189,11 @@ def removal(found: Found, account: str) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def scaling_restoration(target: Mapping[str, Any] | None, policies: tuple[Mapping[str, Any], ...]) -> tuple[Call, ...]:
-    """The calls that restore what `scaling_removal` removes."""
-    place = ["ServiceNamespace", "ResourceId", "ScalableDimension"]
-    kinds = [f"{kind}ScalingPolicyConfiguration" for kind in ("Step", "TargetTracking", "Predictive")]
-    given = {
-        "register_scalable_target": [*place, "MinCapacity", "MaxCapacity", "SuspendedState"],
-        "put_scaling_policy": [*place, "PolicyName", "PolicyType", *kinds],
-    }
-    found = [] if target is None else [("register_scalable_target", target)]
-    found += [("put_scaling_policy", policy) for policy in policies]
-    return tuple(
-        Call(SCALING, operation, {key: values[key] for key in given[operation] if key in values})
-        for operation, values in found
-    )
-
-
-def scaling_removal(
-    name: str, target: Mapping[str, Any] | None, policies: tuple[Mapping[str, Any], ...]
-) -> tuple[Call, ...]:
-    names = [{"PolicyName": policy["PolicyName"]} for policy in policies]
-    calls = [Call(SCALING, "delete_scaling_policy", policy | scaled(name)) for policy in names]
-    return (*calls, *([] if target is None else [Call(SCALING, "deregister_scalable_target", scaled(name))]))
+def scaling_removal(scaling: Sequence[Call]) -> list[Call]:
+    """The calls that undo those of `find_scaling`: policies first, then their target."""
+    undo = {"register_scalable_target": "deregister_scalable_target", "put_scaling_policy": "delete_scaling_policy"}
+    names = ("PolicyName", *scaled(""))
+    return [
+        Call(SCALING, undo[call.operation], {name: call.parameters[name] for name in names if name in call.parameters})
+        for call in reversed(scaling)
+    ]

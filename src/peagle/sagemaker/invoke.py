@@ -42,9 +42,8 @@ class Answer:
 def stream(aws: Aws, endpoint: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a streamed chat."""
     call = invocation(endpoint, body)
-    answer = aws.call(call.service, call.operation, **call.parameters)
+    body_stream = aws.run(call)["Body"]
     splitter, is_done = EventSplitter(), False
-    body_stream = answer["Body"]
     try:
         with aws.explained(call.operation):
             for event in body_stream:

@@ -223,12 +223,9 @@ class Rolling:
     """CloudWatch alarms that roll the update back"""
 
     def __post_init__(self) -> None:
-        if re.fullmatch(r"[1-9]\d*%?", self.batch_size) is None:
-            raise ConfigError(
-                f"--batch-size must be a number such as 2 or a percentage such as 25%, got {self.batch_size}"
-            )
-        if self.batch_size.endswith("%") and not 5 <= int(self.batch_size[:-1]) <= 50:
-            raise ConfigError(f"--batch-size must be between 5% and 50%, got {self.batch_size}")
+        match = re.fullmatch(r"([1-9]\d*)(%?)", self.batch_size)
+        if match is None or (match[2] and not 5 <= int(match[1]) <= 50):
+            raise ConfigError(f"--batch-size must be a number such as 2, or between 5% and 50%, got {self.batch_size}")
 
     def as_config(self, num_instances: int) -> dict[str, Any]:
         """The DeploymentConfig of update_endpoint.

@@ -14,17 +14,7 @@ from peagle.sagemaker import paused
 from peagle.sagemaker.aws import Aws, AwsError
 from peagle.sagemaker.checks import is_owned, preflight
 from peagle.sagemaker.files import prefix_of
-from peagle.sagemaker.found import (
-    Found,
-    config_of,
-    find_endpoint,
-    find_scaling,
-    look,
-    removal,
-    scaling_removal,
-    scaling_restoration,
-    unused,
-)
+from peagle.sagemaker.found import Found, config_of, find_endpoint, find_scaling, look, removal, scaling_removal, unused
 from peagle.sagemaker.invoke import Answer, ask, log_group
 from peagle.sagemaker.plan import SMOKE_QUESTION, Call, Deployment, Rolling, plan_deploy, plan_update
 
@@ -83,11 +73,7 @@ class Operator:
 
     def delete(self, found: Found, more: Iterable[Call] = ()) -> None:
         """Remove everything found, then run the calls in `more`."""
-        self._remove([*removal(found, self._account()), *more])
-
-    def _account(self) -> str:
-        account: str = self._aws.call("sts", "get_caller_identity")["Account"]
-        return account
+        self._remove([*removal(found), *more])
 
     def _endpoint(self) -> dict[str, Any] | None:
         return self._aws.find("sagemaker", "describe_endpoint", EndpointName=self._name)
@@ -116,18 +102,18 @@ class Operator:
                     self._create(call, "EndpointConfig", "describe_endpoint_config")
                 case "create_endpoint":
                     if self._endpoint() is None:
-                        self._aws.call(call.service, call.operation, **call.parameters)
+                        self._aws.run(call)
                         log.info("endpoint %s: creating", self._name)
                 case "update_endpoint":
                     self._update_endpoint(call, deployment)
                 case "describe_endpoint":
                     paused.forget(self._aws, self._wait_in_service(deployment.config_name))
                     if deployment.scaling is None:
-                        self._remove(scaling_removal(self._name, *find_scaling(self._aws, self._name)))
+                        self._remove(scaling_removal(find_scaling(self._aws, self._name)))
                 case "invoke_endpoint_with_response_stream":
                     answer = self._smoke_test()
                 case _:
-                    self._aws.call(call.service, call.operation, **call.parameters)
+                    self._aws.run(call)
                     log.info("%s: done", call.operation)
         self._prune()
         return answer
@@ -149,7 +135,7 @@ class Operator:
         if self._aws.find("s3", "head_bucket", Bucket=bucket, ExpectedBucketOwner=account) is not None:
             return
         try:
-            self._aws.call(call.service, call.operation, **call.parameters)
+            self._aws.run(call)
         except AwsError as error:
             if error.code != "BucketAlreadyOwnedByYou":
                 raise
@@ -179,7 +165,7 @@ class Operator:
         name = call.parameters[f"{kind}Name"]
         there = self._aws.find("sagemaker", describe, **{f"{kind}Name": name})
         if there is None:
-            self._aws.call(call.service, call.operation, **call.parameters)
+            self._aws.run(call)
             log.info("%s %s: created", "model" if kind == "Model" else "endpoint configuration", name)
         elif not is_owned(self._aws, there[f"{kind}Arn"], self._name):
             raise DeployError(f"{name} exists in {self._aws.region} and was not created by peagle")
@@ -193,12 +179,11 @@ class Operator:
         try:
             if old["ProductionVariants"][0].get("InstanceType") != deployment.instance:
                 # SageMaker refuses to change the instance type of a variant that is registered for scaling.
-                found = find_scaling(self._aws, self._name)
-                if found[0] is not None or found[1]:
-                    now = scaling_restoration(*found)
-                    paused.keep(self._aws, arn, paused.together(paused.kept(self._aws, arn), now))
-                    self._remove(scaling_removal(self._name, *found))
-            self._aws.call(call.service, call.operation, **call.parameters)
+                scaling = find_scaling(self._aws, self._name)
+                if scaling:
+                    paused.keep(self._aws, arn, paused.together(paused.kept(self._aws, arn), scaling))
+                    self._remove(scaling_removal(scaling))
+            self._aws.run(call)
         except DeployError:
             self._restore_scaling(arn)
             raise
@@ -208,7 +193,7 @@ class Operator:
         """Restore the scaling that a failed update has paused."""
         try:
             for call in paused.kept(self._aws, endpoint_arn):
-                self._aws.call(call.service, call.operation, **call.parameters)
+                self._aws.run(call)
             paused.forget(self._aws, endpoint_arn)
         except DeployError as error:  # the update's own error is reported too
             log.warning("could not restore the scaling of %s: %s", self._name, error)
@@ -257,7 +242,7 @@ class Operator:
     def _delete_endpoint(self, call: Call) -> None:
         """Delete the endpoint; if SageMaker refuses because it is changing, wait and retry."""
         try:
-            self._aws.call(call.service, call.operation, **call.parameters)
+            self._aws.run(call)
         except AwsError as error:
             if error.is_missing:
                 return
@@ -265,12 +250,12 @@ class Operator:
             endpoint = self._wait(lambda endpoint: endpoint is None or endpoint["EndpointStatus"] not in MOVING)
             if endpoint is None or endpoint["EndpointStatus"] == "Deleting":
                 return
-            self._aws.call(call.service, call.operation, **call.parameters)
+            self._aws.run(call)
         log.info("delete_endpoint: %s", self._name)
 
     def _prune(self) -> None:
         """Remove models, configurations and objects that the endpoint does not use."""
-        self._remove(removal(unused(look(self._aws, self._name)), self._account()))
+        self._remove(removal(unused(look(self._aws, self._name))))
 
     def _remove(self, calls: Iterable[Call]) -> None:
         """Carry out removals; ignore what is already gone."""
@@ -282,7 +267,7 @@ class Operator:
                 self._delete_endpoint(call)
                 continue
             try:
-                answer = self._aws.call(call.service, call.operation, **call.parameters)
+                answer = self._aws.run(call)
             except AwsError as error:
                 if call.operation == "delete_bucket" and error.code == "BucketNotEmpty":
                     log.info("bucket %s: kept, in use by other deployments", call.parameters["Bucket"])

@@ -62,13 +62,14 @@ def document(found: Found, region: str) -> dict[str, Any]:
     }
     if found.endpoint is not None:
         facts |= _endpoint(found, found.endpoint)
-    if found.scalable_target is not None:
+    if found.scaling:
+        limits, *policies = (call.parameters for call in found.scaling)
         facts["scaling"] = {
-            "min_instances": found.scalable_target["MinCapacity"],
-            "max_instances": found.scalable_target["MaxCapacity"],
+            "min_instances": limits["MinCapacity"],
+            "max_instances": limits["MaxCapacity"],
             "policies": {
-                each["PolicyName"]: (each.get("TargetTrackingScalingPolicyConfiguration") or {}).get("TargetValue")
-                for each in found.policies
+                each["PolicyName"]: each.get("TargetTrackingScalingPolicyConfiguration", {}).get("TargetValue")
+                for each in policies
             },
         }
     return facts
