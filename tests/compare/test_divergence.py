@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
 def prompt(text, name="1"):
-    return Prompt(name, ({"role": "user", "content": text},), None, "text")
+    return Prompt(name, ({"role": "user", "content": text},), "text")
 
 
 PROMPTS = [prompt("the user", "a"), prompt("another question", "b")]

@@ -35,23 +35,23 @@ def refusal(path):
     [
         (
             {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
-            Prompt("81", user("first"), "writing", "turns"),
+            Prompt("81", user("first"), "turns"),
         ),
         (
             {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x"},
-            Prompt("HumanEval/0", user("Complete this Python function:\ndef f():\n"), None, "humaneval"),
+            Prompt("HumanEval/0", user("Complete this Python function:\ndef f():\n"), "humaneval"),
         ),
-        ({"question": "How many?", "answer": "#### 4"}, Prompt("1", user("How many?"), None, "gsm8k")),
+        ({"question": "How many?", "answer": "#### 4"}, Prompt("1", user("How many?"), "gsm8k")),
         (
             {"conversations": [{"from": "gpt", "value": "Hi"}, {"from": "human", "value": "q"}], "id": "identity_0"},
-            Prompt("identity_0", user("q"), None, "sharegpt"),
+            Prompt("identity_0", user("q"), "sharegpt"),
         ),
-        ({"prompt": "plain"}, Prompt("1", user("plain"), None, "prompt")),
+        ({"prompt": "plain"}, Prompt("1", user("plain"), "prompt")),
         (
             {"id": "t", "instruction": "Sort.", "instances": [{"input": "b a", "output": "a b"}]},
-            Prompt("t", user("Sort.\n\nb a"), None, "instruction"),
+            Prompt("t", user("Sort.\n\nb a"), "instruction"),
         ),
-        ({"instruction": "Sort.", "input": "", "output": "x"}, Prompt("1", user("Sort."), None, "instruction")),
+        ({"instruction": "Sort.", "input": "", "output": "x"}, Prompt("1", user("Sort."), "instruction")),
     ],
     ids=["turns", "humaneval", "gsm8k", "sharegpt", "plain", "self-instruct", "alpaca"],
 )
@@ -73,7 +73,7 @@ def test_messages_are_kept_up_to_the_last_user_turn(tmp_path):
 
 def test_text_files_hold_one_prompt_per_line_and_json_and_gzip_read_alike(tmp_path):
     (tmp_path / "ask.txt").write_text("first prompt\n\n  second\u2028prompt \n")
-    expected = [Prompt("1", user("first prompt"), None, "text"), Prompt("3", user("second\u2028prompt"), None, "text")]
+    expected = [Prompt("1", user("first prompt"), "text"), Prompt("3", user("second\u2028prompt"), "text")]
     assert read_prompts(tmp_path / "ask.txt") == expected
     (tmp_path / "ask.txt.gz").write_bytes(gzip.compress((tmp_path / "ask.txt").read_bytes()))
     assert read_prompts(tmp_path / "ask.txt.gz") == expected
@@ -119,9 +119,9 @@ def test_each_prompt_has_the_kind_of_its_row(tmp_path):
         ({"turns": "hello"}, "'turns' is a string (\"hello\")", ""),
         ({"prompt": ["a"]}, "'prompt' is a list ([\"a\"]); it must be a string", "messages"),
         ({"question": None}, "'question' is missing or null; it must be a string", ""),
-        ({"messages": [{"role": "system", "content": "s"}]}, "'messages' has no user message", "ends with a user"),
+        ({"messages": [{"role": "system", "content": "s"}]}, "no user message (messages row)", '"role": "user"'),
         ({"messages": "hi"}, "'messages' is a string (\"hi\"); it must be a non-empty list", ""),
-        ({"conversations": [{"from": "gpt", "value": "s"}]}, "'conversations' has no human turn", '"from": "human"'),
+        ({"conversations": [{"from": "gpt", "value": "s"}]}, "no user message (sharegpt row)", '"from": "human"'),
         ({"instruction": 3}, "'instruction' is a number (3)", ""),
     ],
 )

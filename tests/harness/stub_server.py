@@ -12,7 +12,7 @@ from peagle.bench.client import Question
 from peagle.data.prompts import Prompt
 
 PROMPTS = [
-    Prompt(str(index), ({"role": "user", "content": text},), None, "text")
+    Prompt(str(index), ({"role": "user", "content": text},), "text")
     for index, text in enumerate(["the user", "as the user", "the user the user"])
 ]
 Answer = Callable[[BaseHTTPRequestHandler], None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from peagle.data.json_rows import SHAREGPT_ROLES, chat_messages, describe, is_text, place, read_rows, sharegpt_messages
+from peagle.data.json_rows import SHAREGPT_ROLES, chat_messages, describe, is_text, place, read_rows
 from peagle.data.shards import LossMask, TokenIds, open_shards
 from peagle.errors import ConfigError, DataError, TargetError
 from peagle.tokenizer import answer_spans, tokenizer_hash
@@ -186,10 +186,8 @@ def _row_tokens(
 
 
 def _row_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    if "messages" in row:
-        return chat_messages(row["messages"], where)
-    if "conversations" in row:
-        return sharegpt_messages(row["conversations"], where)
+    if (messages := chat_messages(row, where)) is not None:
+        return messages
     answer_key = next((key for key in ANSWER_KEYS if key in row), None)
     if "prompt" in row and answer_key is not None:
         for key in ("prompt", answer_key):

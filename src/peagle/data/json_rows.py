@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -16,7 +16,8 @@ from peagle.errors import DataError, nearest
 
 GZIP_MAGIC = b"\x1f\x8b"
 JSON_WHITESPACE = " \t\r\n"
-WHITESPACE_RUN = re.compile(f"[{JSON_WHITESPACE}]*")
+ARRAY_START = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*(]?)[ \t\r\n]*")
+AFTER_ROW = re.compile(r"[ \t\r\n]*([],])[ \t\r\n]*")
 FILE_SHAPES = "one JSON object per line (JSONL) or one JSON array of objects, plain or gzipped"
 
 SHAREGPT_ROLES: Mapping[str, str] = {
@@ -27,6 +28,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 }
 """ShareGPT speaker to chat role."""
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TURN_SHAPES = '"messages" holds {"role": "user", "content": "text"}, "conversations" {"from": "human", "value": "text"}'
 
 
 def place(path: Path, line_number: int) -> str:
@@ -85,45 +87,41 @@ def empty_file(path: Path, allowed: str) -> DataError:
     return DataError(f"{path} has no rows; expected {allowed}", hint="was the file written completely?")
 
 
-def chat_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Check the value of "messages": a non-empty list of {"role": one of CHAT_ROLES, "content": str}.
+def chat_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """The turns under "messages" (OpenAI) or "conversations" (ShareGPT) as role/content messages; None without them.
 
     Keeps other keys of a message (name, tool calls) for the chat template.
     """
-    messages = _require_turns(value, where, "messages")
-    for index, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+    if "messages" in row:
+        return _turns(row["messages"], where, "messages", "role", "content", CHAT_ROLES)
+    if "conversations" in row:
+        turns = _turns(row["conversations"], where, "conversations", "from", "value", SHAREGPT_ROLES)
+        return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    return None
+
+
+def _turns(
+    value: Any, where: str, name: str, speaker_key: str, text_key: str, speakers: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Check a non-empty list of objects with a known speaker and a text."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {name!r} is {describe(value)}; it must be a non-empty list of objects")
+    for index, turn in enumerate(value):
+        if not isinstance(turn, dict):
+            raise DataError(f"{where}: {name}[{index}] is {describe(turn)}; it must be an object")
+        for key in (speaker_key, text_key):
+            if not isinstance(turn.get(key), str):
                 raise DataError(
-                    f"{where}: messages[{index}][{key!r}] is {describe(message.get(key))}; it must be a string",
-                    hint='a message is {"role": "user", "content": "text"}',
+                    f"{where}: {name}[{index}][{key!r}] is {describe(turn.get(key))}; it must be a string",
+                    hint=TURN_SHAPES,
                 )
-        if message["role"] not in CHAT_ROLES:
+        speaker = turn[speaker_key]
+        if speaker not in speakers:
             raise DataError(
-                f"{where}: messages[{index}]['role'] is {message['role']!r}; allowed: {', '.join(CHAT_ROLES)}",
-                hint=nearest(message["role"], CHAT_ROLES),
+                f"{where}: {name}[{index}][{speaker_key!r}] is {speaker!r}; allowed: {', '.join(speakers)}",
+                hint=f"{nearest(speaker, speakers)}; {TURN_SHAPES}",
             )
-    return messages
-
-
-def sharegpt_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert the value of "conversations", [{"from": speaker, "value": text}], to role/content messages."""
-    messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(_require_turns(value, where, "conversations")):
-        speaker, text = turn.get("from"), turn.get("value")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            found = repr(speaker) if isinstance(speaker, str) else describe(speaker)
-            raise DataError(
-                f"{where}: conversations[{index}]['from'] is {found}; allowed: {', '.join(SHAREGPT_ROLES)}",
-                hint='for other roles use "messages": [{"role": ..., "content": ...}]',
-            )
-        if not isinstance(text, str):
-            raise DataError(
-                f"{where}: conversations[{index}]['value'] is {describe(text)}; it must be a string",
-                hint='a turn is {"from": "human", "value": "text"}',
-            )
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": text})
-    return messages
+    return value
 
 
 def describe(value: Any) -> str:
@@ -153,15 +151,6 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield line_number, _require_object(path, line_number, value)
 
 
-def _require_turns(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {key!r} is {describe(value)}; it must be a non-empty list of objects")
-    for index, turn in enumerate(value):
-        if not isinstance(turn, dict):
-            raise DataError(f"{where}: {key}[{index}] is {describe(turn)}; it must be an object")
-    return value
-
-
 def _require_object(path: Path, line_number: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{place(path, line_number)}: a row must be a JSON object, found {describe(value)}")
@@ -175,49 +164,37 @@ def _require_object(path: Path, line_number: int, value: Any) -> dict[str, Any]:
     return value
 
 
-def _not_json(path: Path, line_number: int, text: str, error: Exception) -> DataError:
-    if isinstance(error, json.JSONDecodeError):
-        reason = f"{error.msg} at column {error.colno}: {text[error.pos : error.pos + 40].rstrip()!r}"
-    else:
+def _not_json(path: Path, first_line: int, text: str, error: Exception, start: int = 0) -> DataError:
+    """The error of a row that begins at `start` in `text`, which begins on `first_line`."""
+    if not isinstance(error, json.JSONDecodeError):
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    hint = f"allowed: {FILE_SHAPES}; prompts may also be a .txt file with one prompt per line"
-    return DataError(f"{place(path, line_number)}: not valid JSON: {reason}", hint=hint)
+        error = json.JSONDecodeError(reason, text, start)
+    rest = text[error.pos : error.pos + 40].strip()
+    found = repr(rest) if rest else "nothing more (is the file truncated?)"
+    where = place(path, first_line + error.lineno - 1)
+    return DataError(
+        f"{where}: not valid JSON: {error.msg} at column {error.colno}, found {found}",
+        hint=f"allowed: {FILE_SHAPES}; prompts may also be a .txt file with one prompt per line",
+    )
 
 
-def _array_rows(path: Path, line_number: int, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _array_rows(path: Path, first_line: int, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Decode an array element by element, to know the line on which each row starts."""
     decoder = json.JSONDecoder()
-
-    def skip_whitespace(position: int) -> int:
-        return position + len(WHITESPACE_RUN.match(text, position)[0])  # type: ignore[index]  # it may be empty
-
-    def refuse(position: int, reason: str) -> DataError:
-        found = repr(text[position : position + 40].rstrip()) if position < len(text) else "the end of the file"
-        line = line_number + text.count("\n", 0, position)
-        hint = "the file is probably truncated; write it again" if position >= len(text) else f"allowed: {FILE_SHAPES}"
-        return DataError(f"{place(path, line)}: not valid JSON: {reason}, found {found}", hint=hint)
-
-    position = skip_whitespace(text.index("[") + 1)
-    row_line, counted = line_number, 0
-    if text[position : position + 1] == "]":
-        position = skip_whitespace(position + 1)
-    else:
-        while True:
-            row_line += text.count("\n", counted, position)
-            counted = position
-            try:
-                value, end = decoder.raw_decode(text, position)
-            except json.JSONDecodeError as error:
-                raise refuse(error.pos, error.msg) from error
-            except (ValueError, RecursionError) as error:
-                raise _not_json(path, row_line, text, error) from error
-            yield row_line, _require_object(path, row_line, value)
-            end = skip_whitespace(end)
-            closing = text[end : end + 1]
-            if closing not in (",", "]"):
-                raise refuse(end, "expected ',' or ']' after a row")
-            position = skip_whitespace(end + 1)
-            if closing == "]":
-                break
-    if position < len(text):
-        raise refuse(position, "expected nothing after the array")
+    mark = ARRAY_START.match(text)
+    assert mark is not None, "the caller saw the bracket"
+    line_number, counted = first_line, 0
+    while mark[1] != "]":
+        start = mark.end()
+        line_number, counted = line_number + text.count("\n", counted, start), start
+        try:
+            value, end = decoder.raw_decode(text, start)
+            mark = AFTER_ROW.match(text, end)
+            if mark is None:
+                raise json.JSONDecodeError("expected ',' or ']' after a row", text, end)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(path, first_line, text, error, start) from error
+        yield line_number, _require_object(path, line_number, value)
+    if mark.end() < len(text):
+        extra = json.JSONDecodeError("expected nothing after the array", text, mark.end())
+        raise _not_json(path, first_line, text, extra)

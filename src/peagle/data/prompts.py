@@ -5,22 +5,13 @@ Rows are recognized by their keys, so there is no format option.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from peagle.data.config import drawn_number
-from peagle.data.json_rows import (
-    chat_messages,
-    describe,
-    empty_file,
-    is_text,
-    place,
-    read_lines,
-    read_rows,
-    sharegpt_messages,
-)
+from peagle.data.json_rows import chat_messages, describe, empty_file, is_text, place, read_lines, read_rows
 from peagle.errors import ConfigError, DataError
 
 Messages = tuple[dict[str, Any], ...]
@@ -38,14 +29,15 @@ GENERIC_STEMS = frozenset({"data", "dev", "prompt", "prompts", "question", "ques
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request of a workload: chat messages that end with a user message."""
+    """A row of a prompt file. As one request of a workload, its chat messages end with a user message."""
 
     id: str
     """from the file, else the line number"""
-    messages: tuple[dict[str, Any], ...]
-    category: str | None
+    messages: Messages
     kind: str
     """row shape: turns, humaneval, gsm8k, messages, sharegpt, prompt, instruction or text"""
+    where: str = field(default="", compare=False)
+    """"FILE:LINE", for error messages"""
 
 
 class Dialog(NamedTuple):
@@ -67,22 +59,12 @@ class Dialog(NamedTuple):
         return drawn_number(said[0]["content"] if is_question else json.dumps(said, sort_keys=True))
 
 
-class PromptRow(NamedTuple):
-    """One row of a file with all its turns."""
-
-    where: str
-    id: str
-    category: str | None
-    kind: str
-    messages: Messages
-
-
 def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     """Read the first `limit` prompts (default: all) of a .jsonl, .json or .txt file, plain or gzipped.
 
     Rows after the limit are not read. Errors name file and line.
     """
-    return [_prompt(row) for row in _limited(Path(path), limit)]
+    return [_request(row) for row in _limited(Path(path), limit)]
 
 
 def read_dialogs(path: str | Path, *, limit: int | None = None) -> list[Dialog]:
@@ -103,64 +85,57 @@ def workload_name(path: str | Path) -> str:
     return f"{folder}/{stem}" if stem.lower() in GENERIC_STEMS and folder else stem
 
 
-def _limited(path: Path, limit: int | None) -> Iterator[PromptRow]:
+def _limited(path: Path, limit: int | None) -> Iterator[Prompt]:
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, got {limit}", hint="omit it to read all prompts")
     return islice(_text_rows(path) if is_text(path) else _json_rows(path), limit)
 
 
-def _text_rows(path: Path) -> Iterator[PromptRow]:
+def _text_rows(path: Path) -> Iterator[Prompt]:
     is_empty = True
     for line_number, line in read_lines(path):
         if text := line.strip():
             is_empty = False
-            yield PromptRow(place(path, line_number), str(line_number), None, "text", _user_message(text))
+            yield Prompt(str(line_number), _user_message(text), "text", place(path, line_number))
     if is_empty:
         raise empty_file(path, "one prompt per line")
 
 
-def _json_rows(path: Path) -> Iterator[PromptRow]:
+def _json_rows(path: Path) -> Iterator[Prompt]:
     for line_number, row in read_rows(path):
         where = place(path, line_number)
         kind, messages = _messages(row, where)
-        category = row.get("category")
         row_id = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), line_number)
-        yield PromptRow(where, str(row_id), category if isinstance(category, str) else None, kind, messages)
+        yield Prompt(str(row_id), messages, kind, where)
 
 
-def _prompt(row: PromptRow) -> Prompt:
+def _request(row: Prompt) -> Prompt:
     """The request of a row: the first turn, or for OpenAI messages everything up to the last user message."""
     users = _user_turns(row)
-    if row.kind == "messages":
-        messages = row.messages[: users[-1] + 1]
-    else:
-        messages = row.messages[users[0] : users[0] + 1]
+    messages = row.messages[: users[-1] + 1] if row.kind == "messages" else (row.messages[users[0]],)
     _reject_empty(row, messages[-1])
-    return Prompt(row.id, messages, row.category, row.kind)
+    return replace(row, messages=messages)
 
 
-def _user_turns(row: PromptRow) -> list[int]:
+def _user_turns(row: Prompt) -> list[int]:
     users = [index for index, message in enumerate(row.messages) if message["role"] == "user"]
-    if users:
-        return users
-    if row.kind == "sharegpt":
+    if not users:
+        speaker = '"from": "human"' if row.kind == "sharegpt" else '"role": "user"'
         raise DataError(
-            f"{row.where}: 'conversations' has no human turn", hint='a human turn is {"from": "human", "value": ...}'
+            f"{row.where}: no user message ({row.kind} row)", hint=f"a prompt ends with one: {{{speaker}, ...}}"
         )
-    raise DataError(f"{row.where}: 'messages' has no user message", hint="a prompt ends with a user message")
+    return users
 
 
-def _reject_empty(row: PromptRow, message: dict[str, Any]) -> None:
+def _reject_empty(row: Prompt, message: dict[str, Any]) -> None:
     if not message["content"].strip():
         raise DataError(f"{row.where}: the prompt is empty ({row.kind} row)", hint="remove the row or add a text")
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[str, Messages]:
     """The row's shape, and its messages."""
-    if "messages" in row:
-        return "messages", tuple(chat_messages(row["messages"], where))
-    if "conversations" in row:
-        return "sharegpt", tuple(sharegpt_messages(row["conversations"], where))
+    if (messages := chat_messages(row, where)) is not None:
+        return "messages" if "messages" in row else "sharegpt", tuple(messages)
     if "turns" in row:
         return "turns", _turns(row["turns"], where)
     if "prompt" in row:
