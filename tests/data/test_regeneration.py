@@ -10,7 +10,7 @@ from peagle.checkpoint.card import TargetIdentity
 from peagle.data.config import RegenerationConfig
 from peagle.data.generation import Generator
 from peagle.data.prompts import Dialog
-from peagle.data.regeneration import check, estimated_tokens, regenerate, split_turns
+from peagle.data.regeneration import Regeneration, check, estimated_tokens, split_turns
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import open_shards
 from peagle.data.turns import following_turn
@@ -34,9 +34,9 @@ def dialog(*turns, where="prompts.jsonl:1"):
 def run(target, directory, dialogs, config=GREEDY, feed=None, **options):
     with ShardWriter(directory, "regenerate", TargetIdentity.of(target), {}, **options) as writer:
         if feed is not None:
-            return regenerate(feed, writer, dialogs, config)
+            return Regeneration(feed, writer, dialogs, config).run()
         with Generator(target, max_length=config.max_length, max_batch=4) as own:
-            return regenerate(own, writer, dialogs, config)
+            return Regeneration(own, writer, dialogs, config).run()
 
 
 def rows_of(directory):
@@ -184,7 +184,7 @@ def test_answers_do_not_depend_on_what_runs_beside_them_nor_on_interruptions(tar
 
             with Generator(target, max_length=200, max_batch=2) as feed:
                 try:
-                    regenerate(feed, writer, dialogs, config, stop_at_enough)
+                    Regeneration(feed, writer, dialogs, config).run(stop_at_enough)
                     break
                 except KeyboardInterrupt:
                     continue

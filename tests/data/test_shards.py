@@ -186,7 +186,8 @@ def test_a_directory_made_otherwise_is_not_added_to(tmp_path, change, words):
 def test_a_directory_is_written_by_one_process_at_a_time(tmp_path):
     with writer(tmp_path), pytest.raises(ConfigError, match="another process is writing to"):
         writer(tmp_path)
-    writer(tmp_path).close()
+    with writer(tmp_path):
+        pass
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from peagle.data.generation import Generator, Job
 from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import open_shards, total
-from peagle.data.synthesis import check, estimated_tokens, loops, synthesize
+from peagle.data.synthesis import Synthesis, check, estimated_tokens, loops
 from peagle.errors import ConfigError, DataError, RequestError, TargetError
 
 CONFIG = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), temperatures=(0.0, 0.7))
@@ -62,7 +62,7 @@ def run(target, directory, generator, config=CONFIG, until=None, given=()):
     identity = TargetIdentity.of(target)
     with ShardWriter(directory, "synthesize", identity, {}) as writer:
         with ShardWriter(directory / "held_out", "synthesize", identity, {}) as held_out:
-            return synthesize(generator, writer, held_out, config, until or Until(seconds=60), given)
+            return Synthesis(generator, [writer, held_out], config, until or Until(seconds=60), given).run()
 
 
 def texts(target, directory):

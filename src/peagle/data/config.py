@@ -170,6 +170,13 @@ def require_at_least(config: Any, least: int, *names: str) -> None:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """For each setting of `now` that differs, what it was and is."""
+    return [
+        f"{name} was {earlier.get(name)!r}, is {value!r}" for name, value in now.items() if earlier.get(name) != value
+    ]
+
+
 def _check_sampling(
     temperatures: tuple[float, ...], top_p: float, top_k: int, seed: int, name: str = "temperatures"
 ) -> None:

@@ -1,5 +1,6 @@
 """Runs generation jobs on the engine and keeps it full; new jobs may depend on finished answers."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,8 +36,8 @@ NextJobs = Callable[[int], Sequence[Job]]
 """Returns up to the given number of jobs; an empty result means none at the moment."""
 
 
-class Generator:
-    """An engine without drafts, for large batches where drafting does not pay. Holds the target until `close`."""
+class Generator(contextlib.AbstractContextManager["Generator"]):
+    """An engine without drafts, for large batches where drafting does not pay. Holds the target while it is open."""
 
     def __init__(
         self,
@@ -55,14 +56,8 @@ class Generator:
         max_batch = self.engine.scheduler.config.max_batch
         self._max_jobs = max_batch + max_batch // WAITING_SHARE
 
-    def close(self) -> None:
-        self.engine.close()
-
-    def __enter__(self) -> "Generator":
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.engine.close()
 
     def run(self, next_jobs: NextJobs) -> Iterator[list[Answer]]:
         """Yield the answers of each step, often none, until `next_jobs` returns none and none is running.

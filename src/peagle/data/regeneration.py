@@ -56,35 +56,11 @@ def answer_dialogs(
             with Generator(target, max_length=config.max_length, max_batch=max_batch, progress=progress) as generator:
                 progress.begin(writer.counts["num_answer_tokens"])
                 # A dropped prompt is done as well.
-                regenerate(
-                    generator,
-                    writer,
-                    dialogs,
-                    config,
-                    lambda counts: progress.update(generator.engine, counts, len(writer.keys), len(dialogs)),
+                Regeneration(generator, writer, dialogs, config).run(
+                    lambda counts: progress.update(generator.engine, counts, len(writer.keys), len(dialogs))
                 )
         writer.finish()
         return writer.counts
-
-
-def regenerate(
-    generator: Generator,
-    writer: ShardWriter,
-    dialogs: Sequence[Dialog],
-    config: RegenerationConfig,
-    on_progress: Callable[[dict[str, Any]], None] = lambda counts: None,
-) -> dict[str, Any]:
-    """Answer every dialog that `writer` has no row for. The row key is the dialog's number. Returns the counts.
-
-    Drops prompts that leave no room for an answer and conversations without any answer, counted by reason. A row ends
-    before a turn that cannot follow (no room, a truncated answer, a template that rewrites it). Answers depend only
-    on the dialog's number, its text and the settings.
-    """
-    work = _Regeneration(generator, writer, dialogs, config)
-    for answers in generator.run(work.next_jobs):
-        work.take(answers)
-        on_progress(writer.counts)
-    return writer.counts
 
 
 def split_turns(dialog: Dialog, max_turns: int | None = None) -> deque[list[dict[str, Any]]]:
@@ -124,15 +100,30 @@ def estimated_tokens(dialogs: Sequence[Dialog], config: RegenerationConfig) -> i
     return sum(min(size, config.max_length) for size in sizes)
 
 
-class _Regeneration:
+class Regeneration:
+    """Answers every dialog that `writer` has no row for. The row key is the dialog's number.
+
+    Drops prompts that leave no room for an answer and conversations without any answer, counted by reason. A row ends
+    before a turn that cannot follow (no room, a truncated answer, a template that rewrites it). Answers depend only
+    on the dialog's number, its text and the settings.
+    """
+
     def __init__(
         self, generator: Generator, writer: ShardWriter, dialogs: Sequence[Dialog], config: RegenerationConfig
     ) -> None:
+        self._generator = generator
         self._tokenizer, self._config, self._writer, self._dialogs = generator.target.tokenizer, config, writer, dialogs
         self._max_length = config.max_length
         self._numbers = deque(number for number in range(len(dialogs)) if number not in writer.keys)
         self._later: deque[Job] = deque()
         self._answer_end = answer_end(self._tokenizer)
+
+    def run(self, on_progress: Callable[[dict[str, Any]], None] = lambda counts: None) -> dict[str, Any]:
+        """Calls `on_progress` with the counts after each step. Returns the counts."""
+        for answers in self._generator.run(self.next_jobs):
+            self.take(answers)
+            on_progress(self._writer.counts)
+        return self._writer.counts
 
     def next_jobs(self, room: int) -> list[Job]:
         jobs = [self._later.popleft() for _ in range(min(room, len(self._later)))]

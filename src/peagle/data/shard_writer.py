@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.numpy import save
 
 from peagle.checkpoint.card import TargetIdentity
+from peagle.data.config import differences
 from peagle.data.shards import (
     FORMAT,
     MANIFEST_NAME,
@@ -20,16 +21,14 @@ from peagle.data.shards import (
     SHARD_TOKENS,
     Drop,
     Row,
-    drop_line,
     identity_of,
     is_shard_directory,
+    line_of,
     lines_path,
     open_shards,
     pack,
     read_lines_of_open_shard,
     read_manifest,
-    row_line,
-    shard_name,
     total,
     write_whole,
 )
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class ShardWriter:
+class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     """Appends rows to a locked directory. `keys` holds everything that is done.
 
     Resumes an existing directory if target and settings match, and raises otherwise. Leaving the `with` block early
@@ -85,21 +84,15 @@ class ShardWriter:
         """num_rows, num_tokens, num_answer_tokens and dropped (by reason), over all runs."""
         return total([self._sealed_counts, self._open_counts])
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         os.close(self._lock)
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def append(self, rows: Sequence[Row], drops: Sequence[Drop] = ()) -> None:
         """Add finished rows. They survive a crash once this returns. If the disk is full, none is added."""
         if not rows and not drops:
             return
-        content = "".join([*map(row_line, rows), *map(drop_line, drops)]).encode()
+        content = "".join([*map(line_of, rows), *map(line_of, drops)]).encode()
         with self._explaining_a_full_disk():
             self._write_lines(content)
         self._count(rows, drops)
@@ -114,10 +107,10 @@ class ShardWriter:
         arrays = {name: value for name, value in vars(shard).items() if name != "reasons"}
         metadata = {"target": self._manifest["target"]["weights"], "reasons": json.dumps(shard.reasons)}
         content = save(arrays, metadata)
-        name = shard_name(len(self._manifest["shards"]))
+        path = Path(self._file.name).with_suffix(".safetensors")
         with self._explaining_a_full_disk():
-            write_whole(self.directory / name, content)
-            self._manifest["shards"].append({"name": name, "num_bytes": len(content), **shard.counts()})
+            write_whole(path, content)
+            self._manifest["shards"].append({"name": path.name, "num_bytes": len(content), **shard.counts()})
             try:
                 self._write_manifest()
             except OSError:
@@ -222,12 +215,7 @@ def check_made_by(directory: Path, kind: str, target: TargetIdentity, settings: 
     for name in ("weights", "tokenizer", "chat_template"):
         if getattr(theirs, name) != getattr(target, name):
             differing.append(f"the target's {name}: was {theirs.name!r}, is {target.name!r}")
-    was = earlier["settings"]
-    differing += [
-        f"{name} was {was.get(name)!r}, is {settings.get(name)!r}"
-        for name in sorted(was.keys() | settings.keys())
-        if was.get(name) != settings.get(name)
-    ]
+    differing += differences(earlier["settings"], dict.fromkeys(earlier["settings"]) | settings)
     if differing:
         raise ConfigError(
             f"{directory} holds shards of another run: {'; '.join(differing)}",

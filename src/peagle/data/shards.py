@@ -16,10 +16,10 @@ import mmap
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -151,13 +151,18 @@ def written_counts(output: Path) -> dict[str, Any]:
 
 
 def check_disk(directory: Path, num_tokens: int) -> None:
-    """Log the estimated size of `num_tokens`, and fail if the disk has less room."""
+    """Check that the disk has room for shards of `num_tokens`."""
     needed = num_tokens * BYTES_PER_TOKEN + min(num_tokens, SHARD_TOKENS) * LINE_BYTES_PER_TOKEN
+    hint = "generate less, lower --max-length, or pass another --output"
+    check_room(directory, needed, f"{num_tokens:,} tokens", hint)
+
+
+def check_room(directory: Path, num_bytes: int, what: str, hint: str) -> None:
+    """Log the estimated size of `what`, and fail if the disk has less room."""
     place = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
-    estimate = f"at most about {_size(needed)} for {num_tokens:,} tokens, {_size(free)} free at {directory}"
-    if needed > free:
-        hint = "generate less, lower --max-length, or pass another --output"
+    estimate = f"at most about {_size(num_bytes)} for {what}, {_size(free)} free at {directory}"
+    if num_bytes > free:
         raise CapacityError(f"the disk is too small: {estimate}", hint=hint)
     log.info("disk: %s", estimate)
 
@@ -196,12 +201,8 @@ def total(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return sums | {"dropped": dict(dropped.most_common())}
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
-
-
 def lines_path(directory: Path, number: int) -> Path:
-    """The open shard, numbered after the sealed ones."""
+    """The open shard, numbered after the sealed ones, which have the suffix .safetensors."""
     return directory / f"shard-{number:05d}.jsonl"
 
 
@@ -227,14 +228,12 @@ def pack(rows: Sequence[Row], drops: Sequence[Drop]) -> Shard:
     )
 
 
-def row_line(row: Row) -> str:
-    """A row as a line of the open shard. Ids are hexadecimal, much faster to parse than a list."""
-    words = {"key": row.key, "temperature": row.temperature, "spans": row.spans, "ids": row.token_ids.tobytes().hex()}
-    return json.dumps(words) + "\n"
-
-
-def drop_line(drop: Drop) -> str:
-    return json.dumps({"key": drop.key, "dropped": drop.reason}) + "\n"
+def line_of(item: Row | Drop) -> str:
+    """A row or drop as a line of the open shard. Ids are hexadecimal, much faster to parse than a list."""
+    if isinstance(item, Drop):
+        return json.dumps({"key": item.key, "dropped": item.reason}) + "\n"
+    words = {"key": item.key, "temperature": item.temperature, "spans": item.spans}
+    return json.dumps(words | {"ids": item.token_ids.tobytes().hex()}) + "\n"
 
 
 def read_lines_of_open_shard(path: Path) -> tuple[list[Row], list[Drop], int]:
@@ -289,16 +288,19 @@ def _map_shard(directory: Path, entry: dict[str, Any], weights: str) -> Shard:
     return shard
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file atomically."""
+def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Replace a file atomically. `content` is its bytes, or a function that writes them."""
     scratch = path.with_name(path.name + ".tmp")
     try:
         with scratch.open("wb") as file:
-            file.write(content)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
-    except OSError:
+    except (OSError, RuntimeError):  # torch wraps some write failures in RuntimeError
         scratch.unlink(missing_ok=True)
         raise
 

@@ -63,12 +63,10 @@ def write_synthesis(
     progress = progress or RunProgress()
     check(target, config)
     check_disk(output, estimated_tokens(target, config, until, written_counts(output)))
+    directories = [output, output / HELD_OUT_NAME] if config.num_held_out else [output]
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(open_writer(target, output, "synthesize", settings))
-        held_out = None
-        if config.num_held_out:
-            held_out = stack.enter_context(open_writer(target, output / HELD_OUT_NAME, "synthesize", settings))
-        counts = counts_of(writer, held_out)
+        writers = [stack.enter_context(open_writer(target, each, "synthesize", settings)) for each in directories]
+        counts = total(writer.counts for writer in writers)
         if not until.is_reached(counts):
             engine = Generator(target, max_length=config.max_length, max_batch=max_batch, progress=progress)
             generator = stack.enter_context(engine)
@@ -77,37 +75,10 @@ def write_synthesis(
             def update(counts: dict[str, Any]) -> None:
                 progress.update(generator.engine, counts, *until.progress(counts, progress.seconds))
 
-            counts = synthesize(generator, writer, held_out, config, until, given, update)
-        for one in (writer, held_out):
-            if one is not None:
-                one.finish()
+            counts = Synthesis(generator, writers, config, until, given).run(update)
+        for writer in writers:
+            writer.finish()
     return counts
-
-
-def synthesize(
-    generator: Generator,
-    writer: ShardWriter,
-    held_out: ShardWriter | None,
-    config: SynthesisConfig,
-    until: Until,
-    given: Sequence[Dialog] = (),
-    on_progress: Callable[[dict[str, Any]], None] = lambda counts: None,
-) -> dict[str, Any]:
-    """Write rows until `until` is reached. Returns the counts over both writers and all runs.
-
-    `held_out` takes the first `config.num_held_out` greedy answers. Of `given` prompts the first turn is answered.
-    Drops truncated, short, looping or repeated questions, repeated prompts or ones longer than half a row, and
-    truncated, short or looping answers, counted by reason. Calls `on_progress` with the counts.
-    """
-    work = _Synthesis(generator, writer, held_out, config, until, given)
-    for answers in generator.run(work.next_jobs):
-        work.take(answers)
-        on_progress(work.counts())
-    return work.counts()
-
-
-def counts_of(writer: ShardWriter, held_out: ShardWriter | None) -> dict[str, Any]:
-    return total([writer.counts, *([held_out.counts] if held_out else [])])
 
 
 def check(target: HFTarget, config: SynthesisConfig) -> None:
@@ -132,30 +103,33 @@ def estimated_tokens(target: HFTarget, config: SynthesisConfig, until: Until, wr
     return max(min(estimates), 0) + config.max_length
 
 
-class _Synthesis:
-    """Schedules questions and answers between the generator and the shards."""
+class Synthesis:
+    """Writes rows until `until` is reached. Schedules questions and answers between the generator and the shards.
+
+    A second writer takes the first `config.num_held_out` greedy answers. Of `given` prompts the first turn is answered.
+    Drops truncated, short, looping or repeated questions, repeated prompts or ones longer than half a row, and
+    truncated, short or looping answers, counted by reason.
+    """
 
     def __init__(
         self,
         generator: Generator,
-        writer: ShardWriter,
-        held_out: ShardWriter | None,
+        writers: Sequence[ShardWriter],
         config: SynthesisConfig,
         until: Until,
-        given: Sequence[Dialog],
+        given: Sequence[Dialog] = (),
     ) -> None:
-        target = generator.target
-        self._tokenizer, self._config, self._until = target.tokenizer, config, until
-        self._max_length = config.max_length
-        self._writer, self._held_out = writer, held_out
+        self._generator, self._tokenizer = generator, generator.target.tokenizer
+        self._config, self._until, self._max_length = config, until, config.max_length
+        self._writers, self._writer = writers, writers[0]
         self._answer_end = answer_end(self._tokenizer)
         self._openings = _openings(self._tokenizer, config, logs=True)
         # Each run has its own seed; otherwise it would repeat the questions of the first.
-        self._chance = random.Random(f"{config.seed}/{writer.num_runs}")
-        self._seen = writer.keys | (held_out.keys if held_out else set())
+        self._chance = random.Random(f"{config.seed}/{self._writer.num_runs}")
+        self._seen = set[int]().union(*(writer.keys for writer in writers))
         unanswered, repeated = _unanswered(given, self._seen)
         self._given = deque(unanswered)
-        writer.append((), repeated)
+        self._writer.append((), repeated)
         self._ready: deque[tuple[int, Dialog]] = deque()
         self._num_begun = self._num_given = 0
         self._outcomes: Counter[str] = Counter()
@@ -164,11 +138,18 @@ class _Synthesis:
         """questions dropped since the last answer began, by reason"""
         self._num_asking = 0
         self._num_answering = 0
-        self._num_held_out = held_out.counts["num_rows"] if held_out else 0
+        self._num_held_out = sum(writer.counts["num_rows"] for writer in writers[1:])
         self._deadline = time.monotonic() + (until.seconds or float("inf"))
 
+    def run(self, on_progress: Callable[[dict[str, Any]], None] = lambda counts: None) -> dict[str, Any]:
+        """Calls `on_progress` with the counts after each step. Returns the counts over all writers and runs."""
+        for answers in self._generator.run(self.next_jobs):
+            self.take(answers)
+            on_progress(self.counts())
+        return self.counts()
+
     def counts(self) -> dict[str, Any]:
-        return counts_of(self._writer, self._held_out)
+        return total(writer.counts for writer in self._writers)
 
     def next_jobs(self, room: int) -> list[Job]:
         num_wanted = self._num_wanted()
@@ -199,8 +180,8 @@ class _Synthesis:
             start = len(answer.job.prompt_ids)
             row = np.concatenate((np.array(answer.job.prompt_ids, dtype=np.int32), token_ids))
             kept[asked.is_held_out].append(Row(asked.key, row, ((start, len(row)),), asked.temperature))
-        if self._held_out is not None:
-            self._held_out.append(kept[True])
+        for writer in self._writers[1:]:
+            writer.append(kept[True])
         self._writer.append(kept[False], drops)
         self._watch(sum(map(len, kept.values())), drops)
 
