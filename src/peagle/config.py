@@ -54,6 +54,13 @@ def from_toml(kind: type[T], path: Path, *, absent: Mapping[str, Any] = types.Ma
     return from_mapping(kind, values, str(path), absent=absent)
 
 
+def check_choices(config: Any) -> None:
+    """Reject values of `Literal` fields that are not among the choices, in a dataclass built by hand."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        if any(get_origin(part) is Literal for part in (kind, *get_args(kind))):
+            _converted(kind, getattr(config, name), name)
+
+
 def _converted(kind: Any, value: Any, where: str) -> Any:
     """`value` converted to the annotation `kind`, or a ConfigError that names the dotted key `where`."""
     origin, arguments = get_origin(kind), get_args(kind)

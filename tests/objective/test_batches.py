@@ -16,7 +16,7 @@ from harness.packed_sequences import (
     slots_by_segment,
     spans,
 )
-from peagle.objective.batches import SLOT_MULTIPLE, Batches, moved, pack_sequences, pad_rows
+from peagle.objective.batches import SLOT_MULTIPLE, Batches, moved, pack_sequences
 from peagle.objective.cod import max_depths
 from peagle.objective.labels import LABEL_MULTIPLE
 
@@ -135,7 +135,7 @@ def test_a_batch_without_any_label_still_has_a_chunk_of_no_weight():
 
 @pytest.mark.parametrize("length", [4, 30])
 def test_rows_are_padded_or_cut_to_the_length(length):
-    token_ids, mask = pad_rows([conversation(range(5, 15), [1] * 10)], length)
+    token_ids, mask, *_ = pack_sequences([[conversation(range(5, 15), [1] * 10)]], length)
     kept = min(10, length)
     assert token_ids[0].tolist() == list(range(5, 5 + kept)) + [0] * (length - kept)
     assert mask[0].tolist() == [True] * kept + [False] * (length - kept)

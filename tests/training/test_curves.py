@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from peagle.training.curves import TensorBoard, drawn, plot
+from peagle.objective.config import TrainConfig
+from peagle.training.curves import drawn, plot, shown_on_tensorboard
+from peagle.training.resume import RunState
 
 LINES = [
     {"step": 20, "loss": 5.0, "accuracy_by_depth": [0.1, 0.0], "learning_rate": 1e-3, "steps_per_second": 3.0},
@@ -14,10 +16,20 @@ LINES = [
 ]
 
 
+def logged(output, lines, first_step=0):
+    """The run directory after these lines were logged to it."""
+    run = RunState(TrainConfig(data=output, output=output))
+    run.directory.mkdir(exist_ok=True)
+    with shown_on_tensorboard(run, first_step):
+        for line in lines:
+            run.log(line)
+    return run.directory
+
+
 def scalars_in(directory):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory))
+    events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
     return {
         name: [(event.step, round(event.value, 4)) for event in events.Scalars(name)]
@@ -26,11 +38,7 @@ def scalars_in(directory):
 
 
 def test_tensorboard_gets_every_number_of_a_line(tmp_path):
-    board = TensorBoard(tmp_path, 0)
-    for line in LINES:
-        board.log(line)
-    board.close()
-    found = scalars_in(tmp_path)
+    found = scalars_in(logged(tmp_path, LINES))
     assert found["loss"] == [(20, 5.0), (40, 3.0)]
     assert found["accuracy_by_depth/1"] == [(20, 0.0), (40, 0.2)]
     assert found["replay/acceptance_length"] == [(20, 1.2)]
@@ -38,14 +46,9 @@ def test_tensorboard_gets_every_number_of_a_line(tmp_path):
 
 
 def test_what_a_killed_process_showed_of_steps_that_are_run_again_is_purged(tmp_path):
-    board = TensorBoard(tmp_path, 0)
-    board.log(LINES[0])
-    board.log(LINES[2])
-    board.close()
-    again = TensorBoard(tmp_path, 20)
-    again.log({**LINES[2], "loss": 2.0})
-    again.close()
-    assert scalars_in(tmp_path)["loss"] == [(20, 5.0), (40, 2.0)]
+    logged(tmp_path, [LINES[0], LINES[2]])
+    directory = logged(tmp_path, [{**LINES[2], "loss": 2.0}], first_step=20)
+    assert scalars_in(directory)["loss"] == [(20, 5.0), (40, 2.0)]
 
 
 @pytest.mark.parametrize("lines", [LINES, LINES[:1], LINES[1:]])
@@ -103,14 +106,11 @@ def test_an_absent_package_is_said_once_and_nothing_else_happens(tmp_path, monke
     for package in ("tensorboard", "matplotlib"):
         monkeypatch.setitem(sys.modules, package, None)
     with caplog.at_level(logging.WARNING, logger="peagle"):
-        board = TensorBoard(tmp_path / "tensorboard", 0)
-        for line in LINES:
-            board.log(line)
-        board.close()
+        directory = logged(tmp_path, LINES)
         assert not plot(LINES, tmp_path / "curves.png", "a drafter")
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "TensorBoard is off: package 'tensorboard' is not installed (pip install 'peagle[train]')",
         "no curves.png: package 'matplotlib' is not installed (pip install 'peagle[train]')",
     ]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"] and list(tmp_path.iterdir()) == [directory]

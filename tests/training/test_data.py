@@ -128,7 +128,8 @@ def test_a_held_out_directory_without_rows_is_passed_over_unless_it_was_asked_fo
     identity = TargetIdentity.of(target)
     with ShardWriter(tmp_path / "data", "synthesize", identity, {}) as writer:
         writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(12)])
-    ShardWriter(tmp_path / "data" / "held_out", "synthesize", identity, {}).close()
+    with ShardWriter(tmp_path / "data" / "held_out", "synthesize", identity, {}):
+        pass
     text = read_text(target, settings(tmp_path / "data"), World())
     assert text.facts["held_out"]["name"] == "split off the data"
     assert f"{tmp_path / 'data' / 'held_out'} holds no rows" in caplog.text

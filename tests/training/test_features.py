@@ -136,7 +136,9 @@ def test_the_size_is_said_before_anything_is_written_and_is_right(target, tmp_pa
     with caplog.at_level(logging.INFO, logger="peagle"):
         store.complete(counting(target)[0], 2, World())
     first = caplog.records[0].getMessage()
-    assert first.startswith(f"features: {store.lengths.sum()} tokens x 1024 bytes, ") and "GiB free" in first
+    num_tokens = store.lengths.sum()
+    assert first.startswith(f"disk: at most about {num_tokens}.0 KiB for the features of {num_tokens} tokens, ")
+    assert "GiB free" in first and store.num_bytes == 1024 * num_tokens
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert store.num_bytes <= written <= store.num_bytes + 300 * store.num_shards
 
@@ -150,7 +152,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(tar
         store.__init__(tmp_path / "new", target, rows, max_length=10**12)
     with pytest.raises(CapacityError) as caught:
         store.complete(counting(target)[0], 2, World())
-    assert "features of 1000000000000 tokens need 953674.3 GiB more, but" in caught.value.message
+    assert "at most about 953674.3 GiB for the features of 1,000,000,000,000 tokens, " in caught.value.message
     assert "--features online" in caught.value.hint
     assert not (tmp_path / "new").exists()
 

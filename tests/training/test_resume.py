@@ -57,7 +57,7 @@ def test_a_disk_that_is_full_while_saving_costs_only_the_steps_since_the_last_st
 
     def on_step(step, metrics):
         if step == 3:
-            full_disk(config.output / "run" / "state.tmp")
+            full_disk(config.output / "run" / "state.pt.tmp")
 
     with pytest.raises(CheckpointError) as caught:
         trainer.train(conversations(), on_step)
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_while_saving_costs_only_the_steps_since_the_last_st
     assert "No space left on device" in caught.value.message and "GiB free" in caught.value.message
     assert caught.value.message.endswith("the previous state is intact")
     assert "rerun the command to resume" in caught.value.hint
-    assert not (config.output / "run" / "state.tmp").exists()
+    assert not (config.output / "run" / "state.pt.tmp").exists()
     again = new_trainer(target, config)
     assert again.step == 2
     again.train(conversations(), ignore)

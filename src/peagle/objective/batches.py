@@ -136,14 +136,10 @@ class Batches:
         column_N = row_N * document_BT.shape[1] + judge_N - depth_N - 1
         parts = []
         for segment, places in segments:
-            own = (row_N, column_N, depth_N, judge_N)
-            if len(segments) > 1:
-                is_own_N = places.is_own_BT.flatten()[column_N]
-                own = (row_N[is_own_N], column_N[is_own_N], depth_N[is_own_N], judge_N[is_own_N])
-            row_n, column_n, depth_n, judge_n = own
-            parts.append(
-                Part(segment, list_labels(row_n, places.of(column_n, depth_n), depth_n, judge_n, self._chunk_shape))
-            )
+            own_N = slice(None) if len(segments) == 1 else places.is_own_BT.flatten()[column_N]
+            row_n, column_n, depth_n, judge_n = (part[own_N] for part in (row_N, column_N, depth_N, judge_N))
+            labels = list_labels(row_n, places.of(column_n, depth_n), depth_n, judge_n, self._chunk_shape)
+            parts.append(Part(segment, labels))
         text = (token_ids_BT, document_BT, position_BT)
         return Batch(*text, tuple(parts), len(row_N), self._chunk_shape, tuple(map(tuple, documents[mine])))
 
@@ -177,12 +173,6 @@ def pack_sequences(rows: Sequence[Sequence[Conversation]], row_length: int) -> t
             position[row, first:last] = counting[: last - first]
             first = last
     return tuple(map(torch.from_numpy, (token_ids, loss_mask, document, position)))  # type: ignore[return-value]
-
-
-def pad_rows(conversations: Sequence[Conversation], max_length: int) -> tuple[Tensor, Tensor]:
-    """Token ids and loss mask, [B, T] each, one conversation per row, right-padded with zeros."""
-    token_ids_BT, loss_mask_BT, _, _ = pack_sequences([[conversation] for conversation in conversations], max_length)
-    return token_ids_BT, loss_mask_BT
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

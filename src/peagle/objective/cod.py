@@ -23,11 +23,10 @@ def max_depths(loss_mask_BT: Tensor, num_draft_tokens: int, document_BT: Tensor 
     num_rows, num_tokens = loss_mask_BT.shape
     depths_BT = torch.zeros(num_rows, num_tokens - 2, dtype=torch.long)
     # Whether tokens t - 1 and t are in the same answer.
-    continues_BT = loss_mask_BT[:, 1:] & loss_mask_BT[:, :-1]
-    if document_BT is not None:
-        is_same_BT = document_BT[:, 1:] == document_BT[:, :-1]
-        continues_BT = continues_BT & is_same_BT
-    is_running_BT = continues_BT[:, 1:] if document_BT is None else continues_BT[:, 1:] & is_same_BT[:, :-1]
+    document_BT = torch.zeros_like(loss_mask_BT) if document_BT is None else document_BT
+    is_same_BT = document_BT[:, 1:] == document_BT[:, :-1]
+    continues_BT = loss_mask_BT[:, 1:] & loss_mask_BT[:, :-1] & is_same_BT
+    is_running_BT = continues_BT[:, 1:] & is_same_BT[:, :-1]
     for depth in range(num_draft_tokens):
         depths_BT += is_running_BT
         is_running_BT = (

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
+from peagle.config import check_choices
 from peagle.data.config import require_at_least
-from peagle.errors import ConfigError, nearest
+from peagle.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +129,7 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
         for name in ("learning_rate", "max_gradient_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and value != getattr(TrainConfig, name):
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}",
-                    hint=nearest(str(value), choices),
-                )
+        check_choices(self)
         if not 0 < self.retention <= 1 or not 0 <= self.retention_floor <= 1:
             raise ConfigError(
                 f"retention must be above 0 and at most 1 and retention_floor between 0 and 1, "
@@ -173,11 +168,3 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
             raise ConfigError("num_partitions is for p-eagle: eagle3 runs one depth at a time", hint="omit it")
         if self.fc_norm and self.norm_before_fc:
             raise ConfigError("fc_norm and norm_before_fc exclude each other", hint="set fc_norm = false")
-
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    name: get_args(part)
-    for name, hint in get_type_hints(TrainConfig).items()
-    for part in (hint, *get_args(hint))
-    if get_origin(part) is Literal
-}

@@ -25,7 +25,6 @@ from peagle.drafter.slots import Slots, slot_inputs
 from peagle.objective.attention import attend, block_mask, dense_mask, find_blocks
 from peagle.objective.batches import Batch, Part
 from peagle.objective.config import TrainConfig
-from peagle.objective.labels import Labels
 from peagle.objective.losses import LabelLoss
 from peagle.objective.objective import Features, compiled, is_compiled
 from peagle.objective.partition import Segment
@@ -67,7 +66,9 @@ class ParallelObjective:
             with autocast():
                 states_BSD, key_values = self._run(batch.token_ids_BT, leaves, segment, context)
                 # Not compiled with the norm: the number of labels varies.
-                states_ND = _states_of(self._norm(self.drafter.norm, states_BSD), labels)
+                normed_BSD = self._norm(self.drafter.norm, states_BSD)
+                slot_N = labels.row_N * normed_BSD.shape[1] + labels.slot_N
+                states_ND = normed_BSD.flatten(0, 1).index_select(0, slot_N)
             gradient_ND, loss, sums = self.label_loss.accumulate(states_ND, labels, features, num_labels)
             results.append((loss, sums))
             outputs, gradients = [states_ND], [gradient_ND]
@@ -171,11 +172,6 @@ def _run_layer(
 def _normed(norm: nn.Module, states_BSD: Tensor) -> Tensor:
     normed_BSD: Tensor = norm(states_BSD)
     return normed_BSD
-
-
-def _states_of(states_BSD: Tensor, labels: Labels) -> Tensor:
-    """States of the labeled slots."""
-    return states_BSD.flatten(0, 1).index_select(0, labels.row_N * states_BSD.shape[1] + labels.slot_N)
 
 
 def _gradients_of(segment: Segment, gradient_BHTE: Tensor, num_slots: int) -> Tensor:

@@ -5,8 +5,8 @@ lengths, so every epoch has the same number of sequences. Each epoch shuffles do
 of the sequences. A document mask keeps documents in one sequence from attending to each other.
 
 >>> packing = Packing([3, 5, 2, 6, 4], row_length=8, seed=0)
->>> packing.num_rows, packing.fill
-(3, 0.8333333333333334)
+>>> packing.num_rows
+3
 >>> [packing.documents(0, row) for row in range(3)] == [packing.documents(0, row) for row in range(3)]
 True
 >>> sorted(sorted(packing.documents(0, row)) for row in range(3))  # lengths 6 + 2, 5 + 3 and 4
@@ -33,11 +33,6 @@ class Packing:
         self._ranks = np.argsort(row_by_rank, kind="stable")
         self._ends = np.cumsum(np.bincount(row_by_rank, minlength=self.num_rows))
         self._epoch: tuple[int, Integers, Integers] | None = None
-
-    @property
-    def fill(self) -> float:
-        """Share of tokens that are not padding."""
-        return float(self.lengths.sum() / (self.num_rows * self.row_length))
 
     def documents(self, epoch: int, row: int) -> list[int]:
         """The documents of a sequence of an epoch, in order."""

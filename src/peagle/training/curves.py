@@ -22,41 +22,27 @@ EVENTS_NAME = "tensorboard"
 Line = Mapping[str, Any]
 
 
-class TensorBoard:
-    """Writes metrics lines as scalars to `directory`. Purges events past `first_step` from an interrupted process."""
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        self._writer: Any = None
-        if not _has("tensorboard", "TensorBoard is off"):
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)
-
-    def log(self, line: Line) -> None:
-        if self._writer is None:
-            return
-        for name, value in scalars(line).items():
-            self._writer.add_scalar(name, value, line["step"])
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
 @contextlib.contextmanager
 def shown_on_tensorboard(run: RunState, first_step: int) -> Iterator[None]:
-    """Send every metrics line of `run` to TensorBoard, in the main process."""
-    if not run.world.is_main:
+    """Send every metrics line of `run` to TensorBoard, in the main process.
+
+    Purges events past `first_step` from an interrupted process.
+    """
+    if not run.world.is_main or not _has("tensorboard", "TensorBoard is off"):
         yield
         return
-    board = TensorBoard(run.directory / EVENTS_NAME, first_step)
-    run.listeners.append(board.log)
-    try:
+    from torch.utils.tensorboard import SummaryWriter
+
+    directory = run.directory / EVENTS_NAME
+    with SummaryWriter(str(directory), purge_step=first_step + 1) as writer:
+
+        def show(line: Line) -> None:
+            for name, value in scalars(line).items():
+                writer.add_scalar(name, value, line["step"])
+
+        run.listeners.append(show)
         yield
-    finally:
-        run.listeners.remove(board.log)
-        board.close()
+        run.listeners.remove(show)
 
 
 def scalars(line: Line) -> dict[str, float]:

@@ -25,8 +25,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from peagle.data.config import differences
 from peagle.data.conversations import Conversation
-from peagle.data.shards import write_whole
+from peagle.data.shards import check_room, write_whole
 from peagle.errors import CapacityError, CheckpointError
 from peagle.objective.batches import pack_sequences
 from peagle.objective.packing import Integers, Packing
@@ -177,12 +178,7 @@ class FeatureStore:
             earlier = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}", hint="set another features_directory") from error
-        differing = [
-            f"{name} was {earlier.get(name)!r}, is {value!r}"
-            for name, value in self._identity.items()
-            if earlier.get(name) != value
-        ]
-        if differing:
+        if differing := differences(earlier, self._identity):
             raise CheckpointError(
                 f"{self.directory} caches features of another run: {'; '.join(differing)}",
                 hint="set another features_directory, or delete this one",
@@ -193,26 +189,9 @@ class FeatureStore:
         if not missing:
             log.info("features: %.2f GiB in %s, complete", self.num_bytes / GIB, self.directory)
             return
-        needed = sum(
-            int(self.lengths[self._firsts[number] : self._ends[number]].sum()) * self._bytes_per_token
-            for number in missing
-        )
-        existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        log.info(
-            "features: %d tokens x %d bytes, writing %.2f GiB to %s (%.1f GiB free)",
-            self.lengths.sum(),
-            self._bytes_per_token,
-            needed / GIB,
-            self.directory,
-            free / GIB,
-        )
-        if needed > free:
-            raise CapacityError(
-                f"features of {int(self.lengths.sum())} tokens need {needed / GIB:.1f} GiB more, but "
-                f"{self.directory} has {free / GIB:.1f} GiB free",
-                hint="set another features_directory, train on fewer conversations, or use --features online",
-            )
+        num_tokens = int(self.lengths[np.isin(self._shard_of, missing)].sum())
+        hint = "set another features_directory, train on fewer conversations, or use --features online"
+        check_room(self.directory, num_tokens * self._bytes_per_token, f"the features of {num_tokens:,} tokens", hint)
 
     def _path(self, number: int) -> Path:
         return self.directory / f"features-{number:05d}.safetensors"

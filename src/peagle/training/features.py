@@ -43,7 +43,7 @@ class OnlineFeatures:
     def prepare(self, batch: Batch) -> None:
         """Nothing to prefetch."""
 
-    def __call__(self, batch: Batch) -> Features:
+    def __call__(self, batch: Batch | Text) -> Features:
         text = (batch.token_ids_BT, batch.document_BT, batch.position_BT)
         shape = batch.token_ids_BT.shape
         if self._captures and shape not in self._captured:
@@ -114,11 +114,11 @@ def features_for(
     directory = config.features_directory or config.output / "features"
     store = FeatureStore(directory, target, conversations, config.max_length)
     source = CachedFeatures(target, store)
-    packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)
+    online = OnlineFeatures(target, compiles=compiles, captures=False)
 
     def states_of(text: Text) -> States:
-        output = packed.forward(*(tensor.to(target.device) for tensor in text))
-        return States(output.aux_hidden_BTA, output.last_hidden_BTD)
+        features = online(Text(*(tensor.to(target.device) for tensor in text)))
+        return States(features.aux_hidden_BTA, features.last_hidden_BTD)
 
     store.complete(states_of, config.micro_batch_size or config.batch_size, world)
     return source

@@ -40,8 +40,7 @@ def check_initial_drafter(target: HFTarget, config: TrainConfig) -> None:
             f"num_layers {config.num_layers} exceeds the target's {target.num_layers}: too few layers to copy",
             hint=f"use at most {target.num_layers} layers, or init = random",
         )
-    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
-    drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    drafter_config = _new_config(target, config)
     if config.init == "target":
         check_copies(target, drafter_config)
 
@@ -63,8 +62,7 @@ def initial_drafter(
         drafter.config = dataclasses.replace(drafter.config, num_draft_tokens=config.num_draft_tokens)
         drafter.card, drafter.repairs = None, ()  # they describe the drafter before this run
         return drafter.float().requires_grad_(True)
-    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
-    drafter_config = config_for_target(target, num_layers=config.num_layers, **_switches(config))
+    drafter_config = _new_config(target, config)
     offsets_U = None
     if counts_V is not None and drafter_config.draft_vocab_size < drafter_config.vocab_size:
         offsets_U = choose_draft_vocab(counts_V, drafter_config.draft_vocab_size)
@@ -94,12 +92,15 @@ def earlier_facts(target: HFTarget, path: Path) -> dict[str, Any]:
     return facts
 
 
-def _switches(config: TrainConfig) -> dict[str, Any]:
-    same = ("num_draft_tokens", "mask_token_id", "draft_vocab_size", "fc_norm", "norm_before_fc", "embeddings")
-    return {name: getattr(config, name) for name in same} | {
-        "parallel": config.method == "p-eagle",
-        "norm_output": config.method == "eagle3" and config.norm_output,
-    }
+def _new_config(target: HFTarget, config: TrainConfig) -> DrafterConfig:
+    """The config of a new drafter. Taps the layers it reads."""
+    target.tap(config.aux_layer_ids or target.default_aux_layer_ids)
+    same = ("num_layers", "num_draft_tokens", "mask_token_id", "draft_vocab_size", "fc_norm", "norm_before_fc")
+    switches: dict[str, Any] = {name: getattr(config, name) for name in (*same, "embeddings")}
+    is_parallel = config.method == "p-eagle"
+    return config_for_target(
+        target, parallel=is_parallel, norm_output=config.norm_output and not is_parallel, **switches
+    )
 
 
 def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Drafter:

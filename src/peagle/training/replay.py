@@ -11,6 +11,7 @@ Shapes: B rows, T tokens, K draft tokens.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter, DrafterOutput
 from peagle.drafter.slots import PADDING, Slots, training_slots, visible
-from peagle.objective.batches import LABEL_CHUNK, pad_rows
+from peagle.objective.batches import LABEL_CHUNK, pack_sequences
 from peagle.objective.cod import max_depths
 from peagle.targets.hf import HFTarget
 
@@ -43,7 +44,7 @@ def replay(
     order = sorted((row for row in conversations if len(row) >= 3), key=len)
     try:
         for rows in _batched(order, tokens_at_once):
-            token_ids_BT, loss_mask_BT = pad_rows(rows, max(len(row) for row in rows))
+            token_ids_BT, loss_mask_BT, *_ = pack_sequences([[row] for row in rows], len(rows[-1]))
             depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
             drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
             for row, conversation in enumerate(rows):
@@ -146,15 +147,10 @@ def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_toke
         if not (mask[newest] and mask[newest + 1]):
             newest += 1
             continue
-        drafts = drafts_TK[newest - 1]
-        accepted = 0
-        while (
-            accepted < min(num_draft_tokens, len(drafts))
-            and newest + 1 + accepted < len(token_ids)
-            and mask[newest + 1 + accepted]
-            and drafts[accepted] == token_ids[newest + 1 + accepted]
-        ):
-            accepted += 1
+        following = slice(newest + 1, newest + 1 + num_draft_tokens)
+        pairs = zip(drafts_TK[newest - 1], token_ids[following], mask[following], strict=False)
+        matches = (is_answer and draft == token for draft, token, is_answer in pairs)
+        accepted = sum(takewhile(bool, matches))
         accepted_by_step.append(accepted)
         newest += accepted + 1
     return accepted_by_step

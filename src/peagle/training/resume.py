@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle.data.config import differences
 from peagle.data.shards import write_whole
 from peagle.drafter.model import Drafter
-from peagle.errors import CheckpointError, ConfigError
+from peagle.errors import CheckpointError, ConfigError, first_line
 from peagle.objective.config import TrainConfig
 from peagle.training.distributed import World, load_state_by_name, state_by_name
 
@@ -34,10 +34,6 @@ class Progress:
     """optimizer steps done"""
     depth_sums: Tensor
     """sums of loss, correct guesses and slots by depth since the last log line; float [3, num_draft_tokens]"""
-
-    @classmethod
-    def begin(cls, num_draft_tokens: int, device: torch.device) -> "Progress":
-        return cls(0, torch.zeros(3, num_draft_tokens, device=device))
 
 
 class RunState:
@@ -81,9 +77,8 @@ class RunState:
             load_state_by_name(drafter, optimizer, state)
             progress.step, progress.depth_sums = int(state["step"]), state["depth_sums"]
         except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"cannot read the training state {self._state}: {first_line}",
+                f"cannot read the training state {self._state}: {first_line(error)}",
                 hint="the file is corrupt, truncated or from another version; delete it to train from the start",
             ) from error
         if self.world.is_main:
@@ -92,22 +87,12 @@ class RunState:
 
     def save(self, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Replace the saved state atomically. If writing fails, the previous state remains."""
-        state = {
-            "step": progress.step,
-            "depth_sums": progress.depth_sums,
-            **state_by_name(drafter, optimizer),
-        }
+        state = vars(progress) | state_by_name(drafter, optimizer)
         if not self.world.is_main:
             return
-        scratch = self._state.with_suffix(".tmp")
         try:
-            with scratch.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, self._state)
-        except (OSError, RuntimeError) as error:  # torch wraps some write failures in RuntimeError
-            scratch.unlink(missing_ok=True)
+            write_whole(self._state, lambda file: torch.save(state, file))
+        except (OSError, RuntimeError) as error:
             raise self._cannot_write(f"the state of step {progress.step}", error) from error
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -141,7 +126,7 @@ class RunState:
         if not self.world.is_main:
             return
         self._state.unlink(missing_ok=True)
-        self._state.with_suffix(".tmp").unlink(missing_ok=True)
+        self._state.with_name("state.pt.tmp").unlink(missing_ok=True)
         shutil.rmtree(self.drafter, ignore_errors=True)
 
     def _cannot_write(self, what: str, error: Exception) -> CheckpointError:
@@ -153,12 +138,8 @@ class RunState:
         )
 
     def _check_settings(self, earlier: Mapping[str, Any]) -> None:
-        differing = [
-            f"{name} was {earlier.get(name)!r}, is {value!r}"
-            for name, value in self._settings.items()
-            if earlier and name not in FREE_SETTINGS and earlier.get(name) != value
-        ]
-        if differing:
+        fixed = {name: value for name, value in self._settings.items() if name not in FREE_SETTINGS}
+        if earlier and (differing := differences(earlier, fixed)):
             raise ConfigError(
                 f"{self.directory.parent} holds an unfinished run with other settings: {'; '.join(differing)}",
                 hint="pass the earlier settings to resume it, or a new --output to start over",

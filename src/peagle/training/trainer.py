@@ -42,7 +42,7 @@ class Trainer:
         self._batches: Batches | None = None
         self.device = next(drafter.parameters()).device
         self.optimizer = make_optimizer(drafter, config)
-        self.progress = Progress.begin(config.num_draft_tokens, self.device)
+        self.progress = Progress(0, torch.zeros(3, config.num_draft_tokens, device=self.device))
         run.restore(drafter, self.optimizer, self.progress)
         self._is_updating = False
         self._first_bad = torch.full((), NO_STEP, device=self.device)
