@@ -120,19 +120,14 @@ def test_a_cpu_build_gets_a_smaller_batch_and_budget():
 
 def test_settings_of_ours_become_flags_of_vllm():
     made = command(
-        settings(
-            dtype="float32", max_length=4096, memory_share=0.8, page_size=16, num_pages=100, is_eager=True,
-            reuse_prefixes=False, max_batch=4,
-        ),
+        settings(dtype="float32", max_length=4096, memory_share=0.8, is_eager=True, reuse_prefixes=False, max_batch=4),
         GPU,
-    )  # fmt: skip
+    )
     found = flags(made)
     expected = {
         "--dtype": ("float32",),
         "--max-model-len": ("4096",),
         "--gpu-memory-utilization": ("0.8",),
-        "--block-size": ("16",),
-        "--num-gpu-blocks-override": ("100",),
         "--enforce-eager": (),
         "--no-enable-prefix-caching": (),
         "--max-num-seqs": ("4",),

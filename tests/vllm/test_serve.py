@@ -177,9 +177,10 @@ def test_settings_of_our_engine_are_vllm_s_where_it_has_them():
     settings = vllm_settings(
         arguments(*words.split()), Models("dir", "name", None), ["--seed", "1", "--block-size", "16"]
     )
-    assert (settings.max_batch, settings.max_length, settings.prefill_tokens, settings.page_size) == (4, 99, 64, 16)
+    assert (settings.max_batch, settings.max_length, settings.prefill_tokens) == (4, 99, 64)
     assert (settings.memory_share, settings.reuse_prefixes, settings.is_eager) == (0.5, False, True)
-    assert (settings.dtype, settings.names, settings.extra) == ("float16", ("a", "b"), {"--seed": ("1",)})
+    assert (settings.dtype, settings.names) == ("float16", ("a", "b"))
+    assert settings.extra == {"--seed": ("1",), "--block-size": ("16",)}
     assert (settings.tensor_parallel_size, settings.data_parallel_size, settings.num_nodes) == (2, 3, 3)
     plain = vllm_settings(arguments(), Models("dir", "name", None), [])
-    assert plain.names == ("name",) and plain.prefill_tokens is plain.memory_share is plain.page_size is None
+    assert plain.names == ("name",) and plain.prefill_tokens is plain.memory_share is None

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle.errors import RequestError
-from peagle.server.app import BODIES, ExtraRoute, Routes, read_json
+from peagle.server.app import ANSWERS, ExtraRoute, Routes, read_json
 from peagle.server.protocol import ChatBody, CompletionBody
 
 CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
@@ -21,7 +21,7 @@ async def ping(routes: Routes[Any], _: Request) -> Response:
 
 async def invocations(routes: Routes[Any], request: Request) -> Response:
     data = await read_json(request, routes.settings)
-    path = invocation_route(request.headers.get(CUSTOM_ATTRIBUTES), data, BODIES)
+    path = invocation_route(request.headers.get(CUSTOM_ATTRIBUTES), data, ANSWERS)
     return await routes.answer(path, data, request)
 
 

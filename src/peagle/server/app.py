@@ -34,12 +34,6 @@ from peagle.server.settings import ServerSettings
 from peagle.server.sse import dumps
 from peagle.server.streaming import JsonResponse
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 """Prefixes of the paths that need an API key, if there are keys."""
@@ -77,7 +71,7 @@ def create_app(
 
 def _document(app: FastAPI, extra_routes: Sequence[ExtraRoute]) -> None:
     """Add the request bodies to the OpenAPI document: our own code parses them, so FastAPI does not know them."""
-    bodies: dict[str, tuple[type[BaseModel], ...]] = {path: (kind,) for path, kind in BODIES.items()}
+    bodies: dict[str, tuple[type[BaseModel], ...]] = {path: (kind,) for path, (kind, _) in ANSWERS.items()}
     bodies |= {each.path: each.bodies for each in extra_routes if each.bodies}
     reference = "#/components/schemas/{model}"
     kinds = dict.fromkeys(kind for each in bodies.values() for kind in each)
@@ -100,7 +94,7 @@ def app_with(routes: "Routes[Any]", keys: ApiKeys, extra_routes: Sequence[ExtraR
     app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary=metrics)
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"])
-    for path in BODIES:
+    for path in ANSWERS:
         app.add_api_route(path, partial(routes.post, path), methods=["POST"], name=path)
     for extra in extra_routes:
         for method in extra.methods:
@@ -175,8 +169,8 @@ class EngineRoutes(Routes[Service]):
     """The routes in front of our own engine, and the page at `/`."""
 
     async def answer(self, path: str, data: Any, request: Request) -> Response:
-        body = validated(BODIES[path], data)
-        return await ANSWERS[path](self.lifecycle.answering(), body, request)
+        kind, handle = ANSWERS[path]
+        return await handle(self.lifecycle.answering(), validated(kind, data), request)
 
     async def static(self, name: str) -> Response:
         if name not in os.listdir(STATIC):
@@ -213,12 +207,13 @@ async def _detokenize(service: Service, body: DetokenizeBody, request: Request) 
     return JsonResponse({"prompt": text})
 
 
-ANSWERS: dict[str, Callable[..., Awaitable[Response]]] = {
-    "/v1/chat/completions": answer_chat,
-    "/v1/completions": answer_completion,
-    "/tokenize": _tokenize,
-    "/detokenize": _detokenize,
+ANSWERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] = {
+    "/v1/chat/completions": (ChatBody, answer_chat),
+    "/v1/completions": (CompletionBody, answer_completion),
+    "/tokenize": (TokenizeBody, _tokenize),
+    "/detokenize": (DetokenizeBody, _detokenize),
 }
+"""By path, the request body and what answers it."""
 
 
 async def read_json(request: Request, settings: ServerSettings) -> Any:

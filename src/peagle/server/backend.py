@@ -16,6 +16,8 @@ class Backend(ABC):
     num_draft_tokens: int
     drafter_name: str | None
     max_length: int | None
+    engine_name: str | None = None
+    """name and version of the process behind it, if there is one"""
 
     def __init__(self, names: tuple[str, ...], target_name: str, metrics: Metrics) -> None:
         self.names, self.target_name, self.metrics = names, target_name, metrics
@@ -42,7 +44,7 @@ class Backend(ABC):
     def describe(self) -> str:
         """How it decodes, for the log."""
         how = f"{self.method} with {self.num_draft_tokens} draft tokens" if self.method else "plain decoding"
-        return f"{how}, at most {self.max_length} tokens per sequence"
+        return ", ".join(filter(None, (self.engine_name, how, f"at most {self.max_length} tokens per sequence")))
 
     def check_model(self, name: str | None) -> None:
         """Refuse an unknown model name. No name means the only target there is."""
@@ -61,7 +63,8 @@ class Backend(ABC):
             "parent": None,
             "max_model_len": self.max_length,
             "permission": [],
-            "peagle": {
+            "peagle": ({"engine": self.engine_name} if self.engine_name else {})
+            | {
                 "method": self.method,
                 "num_draft_tokens": self.num_draft_tokens,
                 "max_num_draft_tokens": self.num_draft_tokens,

@@ -104,7 +104,7 @@ class DrafterFacts:
         return "p-eagle" if self.parallel else "eagle3"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """How vLLM spreads the target over GPUs and nodes."""
 
@@ -117,7 +117,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class VllmSettings:
+class VllmSettings(Parallelism):
     """What vLLM should serve, under our names. None: vLLM or `command` decides."""
 
     target: str
@@ -131,15 +131,10 @@ class VllmSettings:
     prefill_tokens: int | None = None
     token_budget: int | None = None
     """vLLM's --max-num-batched-tokens, with placeholder tokens; default: computed from `prefill_tokens`"""
-    page_size: int | None = None
-    num_pages: int | None = None
     memory_share: float | None = None
     reuse_prefixes: bool = True
     is_eager: bool = False
-    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    num_nodes: int = 1
     target_max_length: int | None = None
     is_hybrid: bool = False
     """whether the target mixes sliding-window and full attention"""
@@ -331,10 +326,6 @@ def _batch_flags(
     }
     if settings.memory_share is not None:
         flags["--gpu-memory-utilization"] = (f"{settings.memory_share:g}",)
-    if settings.page_size is not None:
-        flags["--block-size"] = (str(settings.page_size),)
-    if settings.num_pages is not None:
-        flags["--num-gpu-blocks-override"] = (str(settings.num_pages),)
     if settings.is_eager:
         flags["--enforce-eager"] = ()
     elif drafter is not None and not vllm.is_cpu:

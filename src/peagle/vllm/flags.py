@@ -67,8 +67,6 @@ FOLDED: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "--max-num-seqs": ("max_batch", whole),
     "--max-model-len": ("max_length", whole),
     "--max-num-batched-tokens": ("token_budget", whole),
-    "--block-size": ("page_size", whole),
-    "--num-gpu-blocks-override": ("num_pages", whole),
     "--gpu-memory-utilization": ("memory_share", fraction),
     "--dtype": ("dtype", lambda text, flag: text),
 }

@@ -71,8 +71,10 @@ def find_models(
     """
     name = target or DEFAULT_TARGET
     entry = find(name)
-    models = _find_target(name, entry)
-    if entry is not None and entry.package is not None and not _is_name(name, entry):
+    # A catalog name may mean a quantized copy; an id or a path means exactly itself.
+    is_name = entry is not None and name.lower() == entry.name
+    models = _find_target(name, entry, is_name=is_name)
+    if entry is not None and entry.package is not None and not is_name:
         entry = None  # its drafters fit the weights in the package, not those on the hub
     if not wants_drafter:
         return models
@@ -104,34 +106,23 @@ def find_models(
     return replace(models, drafter=facts, drafter_name=path.name, acceptance=acceptance)
 
 
-def _find_target(name: str, entry: CatalogEntry | None) -> Models:
-    """The target of that name. A catalog name may mean a quantized copy; an id or a path means exactly itself."""
-    if entry is not None and _is_name(name, entry):
-        if entry.package is None and not Path(entry.target).expanduser().is_dir():
-            return Models(entry.quantized_target or entry.target, entry.name, None, architecture=entry.architecture)
-        return _converted(entry.name, entry.name)
+def _find_target(name: str, entry: CatalogEntry | None, *, is_name: bool) -> Models:
+    architecture = None if entry is None else entry.architecture
+    if entry is not None and is_name and entry.package is None and not Path(entry.target).expanduser().is_dir():
+        return Models(entry.quantized_target or entry.target, entry.name, None, architecture=architecture)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() and not is_name:
         return Models(str(path.resolve()), path.resolve().name, path.resolve())
-    if path.exists():
-        return _converted(name, path.stem)
+    if is_name or path.exists():
+        from peagle.targets.load import find_target
+
+        directory = find_target(name).resolve()
+        return Models(str(directory), name.lower() if is_name else path.stem, directory)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"no target at {name!r}", hint="give a directory, a GGUF file, a catalog name or a hub id")
     if entry is None:
         check_spelling(name)
-    return Models(name, name, None, architecture=None if entry is None else entry.architecture)
-
-
-def _is_name(name: str, entry: CatalogEntry) -> bool:
-    """Whether `name` is the catalog name, not the id of its target or of the quantized copy."""
-    return name.lower() == entry.name
-
-
-def _converted(name: str, short: str) -> Models:
-    from peagle.targets.load import find_target
-
-    directory = find_target(name).resolve()
-    return Models(str(directory), short, directory)
+    return Models(name, name, None, architecture=architecture)
 
 
 def _find_drafter(

@@ -68,7 +68,7 @@ class ProxyService(Backend):
         super().__init__(served.names, served.target, metrics)
         self.child, self.served, self.settings = child, served, settings
         self.method, self.drafter_name = served.method, served.drafter_name
-        self.num_draft_tokens, self.max_length = served.num_draft_tokens, None
+        self.num_draft_tokens, self.max_length, self.engine_name = served.num_draft_tokens, None, served.engine
         self.fields: dict[str, frozenset[str]] = {}
         """by route, the body fields in vLLM's OpenAPI document"""
         transport = httpx.AsyncHTTPTransport(uds=str(child.socket), limits=LIMITS)
@@ -92,7 +92,7 @@ class ProxyService(Backend):
         if why:
             words = await asyncio.to_thread(self.child.last_words)
             raise ServerError(
-                f"{self.served.engine} failed its first request: {why}; its last lines:\n{words}",
+                f"{self.engine_name} failed its first request: {why}; its last lines:\n{words}",
                 hint="`peagle doctor DIR --engine vllm` checks the drafter; --num-draft-tokens 0 serves without it",
             )
         await self.metrics_text()
@@ -122,7 +122,7 @@ class ProxyService(Backend):
             is_healthy = num_failures < HEALTH_FAILURES
             if is_healthy != self._is_healthy:
                 level, what = (logging.INFO, "passes again") if is_healthy else (logging.ERROR, "fails")
-                log.log(level, "%s: its health check %s", self.served.engine, what)
+                log.log(level, "%s: its health check %s", self.engine_name, what)
             self._is_healthy = is_healthy
         await self._log_death()
 
@@ -132,7 +132,7 @@ class ProxyService(Backend):
             return
         self._is_death_logged = True
         words = await asyncio.to_thread(self.child.last_words)
-        log.error("%s ended with status %s; its last lines:\n%s", self.served.engine, self.child.returncode, words)
+        log.error("%s ended with status %s; its last lines:\n%s", self.engine_name, self.child.returncode, words)
 
     @property
     def is_alive(self) -> bool:
@@ -159,14 +159,6 @@ class ProxyService(Backend):
                 upstream = response.text if response.status_code == 200 else ""
         return self.metrics.text(upstream)
 
-    def model_entry(self, name: str) -> dict[str, Any]:
-        entry = super().model_entry(name)
-        entry["peagle"] = {"engine": self.served.engine} | entry["peagle"]
-        return entry
-
-    def describe(self) -> str:
-        return f"{self.served.engine}, {super().describe()}"
-
     async def forward(self, path: str, data: Any, request: Request) -> Response:
         """vLLM's answer to a request body."""
         body = self._checked(path, data)
@@ -183,7 +175,7 @@ class ProxyService(Backend):
         known = self.fields.get(path) or body.keys()
         for name in (each for each in body if each not in known):
             hint = nearest(name, known)
-            hint = hint if not hint.startswith("known") else f"{self.served.engine} does not have it"
+            hint = hint if not hint.startswith("known") else f"{self.engine_name} does not have it"
             message = f"unknown field {name[:100]!r}; {hint}"
             raise HttpError(400, message, param=name[:100], code="unknown_parameter")
         asked = num_choices(body)
@@ -212,7 +204,7 @@ class ProxyService(Backend):
             return unavailable("the server stopped before this answer was finished", "server_draining")
         if death := await self._death():
             return death
-        log.error("%s broke off a response: %r", self.served.engine, error)
+        log.error("%s broke off a response: %r", self.engine_name, error)
         return HttpError(502, "the engine broke off this response; see the server's log", code="engine_error")
 
     async def _death(self) -> EngineDeadError | None:
@@ -221,7 +213,7 @@ class ProxyService(Backend):
         while self.child.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         status = self.child.returncode
-        return None if status is None else EngineDeadError(f"{self.served.engine} ended with status {status}")
+        return None if status is None else EngineDeadError(f"{self.engine_name} ended with status {status}")
 
     async def _refusal(self, status: int, content: bytes) -> Exception:
         error = as_error(status, content)
@@ -275,7 +267,7 @@ class ProxyRoutes(Routes[ProxyService]):
 
     async def version(self) -> Response:
         service = self.lifecycle.service
-        return JsonResponse({"version": __version__, "engine": service.served.engine if service else None})
+        return JsonResponse({"version": __version__, "engine": service.engine_name if service else None})
 
     async def answer(self, path: str, data: Any, request: Request) -> Response:
         return await self.lifecycle.answering().forward(path, data, request)
