@@ -6,8 +6,9 @@ import pytest
 
 from harness.local_server import running, tiny_llm
 from harness.tiny_models import CHATML
+from peagle.server.chat import _message
 from peagle.server.errors import HttpError
-from peagle.server.protocol import ChatBody, ToolCall, validated
+from peagle.server.protocol import ChatBody, Message, validated
 from peagle.server.tools import ToolReader, tool_format
 
 TOOLS = [
@@ -97,8 +98,9 @@ def test_a_choice_without_its_tool_is_refused(more, message):
 
 
 def test_calls_that_clients_send_back_have_objects_for_templates():
-    call = ToolCall.model_validate({"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}})
-    assert ToolReader.as_template_call(call)["function"]["arguments"] == {"a": 1}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert _message(message, "")["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 @pytest.fixture(scope="module")

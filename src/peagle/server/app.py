@@ -62,7 +62,7 @@ def create_app(
 ) -> FastAPI:
     """The application over the lifecycle's service, which may still be loading."""
     routes = EngineRoutes(settings, lifecycle)
-    app = app_with(routes, keys, extra_routes, metrics="Prometheus metrics")
+    app = app_with(routes, keys, extra_routes)
     app.add_api_route("/", partial(routes.static, "index.html"), methods=["GET"], include_in_schema=False)
     app.add_api_route("/static/{name}", routes.static, methods=["GET"], include_in_schema=False)
     _document(app, extra_routes)
@@ -85,13 +85,13 @@ def _document(app: FastAPI, extra_routes: Sequence[ExtraRoute]) -> None:
         document["paths"][path]["post"]["requestBody"] = body
 
 
-def app_with(routes: "Routes[Any]", keys: ApiKeys, extra_routes: Sequence[ExtraRoute], *, metrics: str) -> FastAPI:
-    """The routes and the gate that every backend shares; `metrics` describes what /metrics shows."""
+def app_with(routes: "Routes[Any]", keys: ApiKeys, extra_routes: Sequence[ExtraRoute]) -> FastAPI:
+    """The routes and the gate that every backend shares."""
     settings, lifecycle = routes.settings, routes.lifecycle
     app = FastAPI(title="peagle", version=__version__, lifespan=lifecycle.lifespan, redoc_url=None)
     app.add_api_route("/health", routes.health, methods=["GET"], summary="200 when ready, 503 otherwise")
     app.add_api_route("/version", routes.version, methods=["GET"])
-    app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary=metrics)
+    app.add_api_route("/metrics", routes.metrics, methods=["GET"], summary="Prometheus metrics")
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", routes.model, methods=["GET"])
     for path in ANSWERS:

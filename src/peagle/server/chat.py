@@ -1,6 +1,8 @@
 """POST /v1/chat/completions."""
 
+import contextlib
 import inspect
+import json
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,8 +94,9 @@ def _message(message: Message, template: str) -> dict[str, Any]:
     plain.setdefault("content", "")
     if message.role == "developer" and "developer" not in template:
         plain["role"] = "system"
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [ToolReader.as_template_call(call) for call in message.tool_calls]
+    for call in plain.get("tool_calls", ()):
+        with contextlib.suppress(ValueError, RecursionError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
     return plain
 
 

@@ -12,11 +12,13 @@ from peagle.errors import CapacityError, EngineDeadError, PeagleError, QueueFull
 log = logging.getLogger(__name__)
 
 SEE_DOCS = "see /docs for the fields"
-LIMITS = {
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "less_than": "must be below {lt}",
-    "too_long": "must have at most {max_length} elements",
+MESSAGES = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "greater_than_equal": "must be at least {ge}, got {value}",
+    "less_than_equal": "must be at most {le}, got {value}",
+    "less_than": "must be below {lt}, got {value}",
+    "too_long": "must have at most {max_length} elements, got {value}",
 }
 """Messages for pydantic's error types."""
 MAX_QUOTED = 200
@@ -86,7 +88,7 @@ def as_http_error(error: Exception, known_params: frozenset[str] = frozenset()) 
     return HttpError(500, "internal error; see the server's log", code="internal_error")
 
 
-def as_bad_body(error: ValidationError, name: str | None = None) -> HttpError:
+def as_bad_body(error: ValidationError, name: str = "body") -> HttpError:
     """A 400 for the first field that does not validate."""
     complaints = error.errors(include_url=False)
     # In a union, the alternative that matched furthest into the body is the one the client meant.
@@ -94,16 +96,11 @@ def as_bad_body(error: ValidationError, name: str | None = None) -> HttpError:
     where = ".".join(str(part) for part in first["loc"] if not _is_alternative(part)) or name
     value = repr(first.get("input"))
     value = value if len(value) <= MAX_QUOTED else value[:MAX_QUOTED] + "..."
-    what, context = first["msg"].replace("Input should be", "must be"), first.get("ctx") or {}
-    if first["type"] == "missing":
-        return HttpError(400, f"{where!r} is missing", param=where)
     if first["type"] == "extra_forbidden":
         return HttpError(400, f"unknown field {where!r}; {SEE_DOCS}", param=where, code="unknown_parameter")
-    if first["type"] == "too_short":
-        return HttpError(400, f"{where!r} must not be empty", param=where)
-    if first["type"] in LIMITS:
-        what = LIMITS[first["type"]].format(**context)
-    return HttpError(400, f"{where!r} {what}, got {value}" if where else what, param=where)
+    if first["type"] in MESSAGES:
+        return invalid(where, MESSAGES[first["type"]].format(value=value, **first.get("ctx", {})))
+    return invalid(where, f"{first['msg'].replace('Input should be', 'must be')}, got {value}")
 
 
 def _is_alternative(part: object) -> bool:

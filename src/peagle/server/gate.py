@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,24 +24,20 @@ request_log = logging.getLogger("peagle.server.requests")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+@dataclass(frozen=True)
 class Gate:
-    """`guarded` are prefixes of the paths that need an API key; `quiet` paths are not logged."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        lifecycle: Lifecycle[Any],
-        guarded: tuple[str, ...],
-        quiet: Collection[str],
-        is_json: bool,
-    ) -> None:
-        self._app, self._keys, self._lifecycle = app, keys, lifecycle
-        self._guarded, self._quiet, self._is_json = guarded, quiet, is_json
+    app: ASGIApp
+    keys: ApiKeys
+    lifecycle: Lifecycle[Any]
+    guarded: tuple[str, ...]
+    """prefixes of the paths that need an API key"""
+    quiet: Collection[str]
+    """paths that are not logged"""
+    is_json: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
@@ -56,14 +53,14 @@ class Gate:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        is_guarded = scope["path"].startswith(self._guarded)
-        self._lifecycle.num_in_flight += is_guarded
+        is_guarded = scope["path"].startswith(self.guarded)
+        self.lifecycle.num_in_flight += is_guarded
         try:
             if is_guarded and scope["method"] != "OPTIONS":
-                self._keys.check(headers.get("authorization"))
-                if self._lifecycle.state != "ready":
-                    raise self._lifecycle.refusal()
-            await self._app(scope, receive, send_with_id)
+                self.keys.check(headers.get("authorization"))
+                if self.lifecycle.state != "ready":
+                    raise self.lifecycle.refusal()
+            await self.app(scope, receive, send_with_id)
         except (ClientGoneError, ClientDisconnect):
             status = CLIENT_GONE
         except Exception as error:
@@ -71,16 +68,16 @@ class Gate:
                 raise
             await as_http_error(error).response()(scope, receive, send_with_id)
         finally:
-            self._lifecycle.num_in_flight -= is_guarded
-            if self._lifecycle.service is not None:
-                metrics = self._lifecycle.service.metrics
+            self.lifecycle.num_in_flight -= is_guarded
+            if self.lifecycle.service is not None:
+                metrics = self.lifecycle.service.metrics
                 metrics.http.labels(getattr(scope.get("route"), "path", "other"), str(status)).inc()
                 metrics.gone.inc(status == CLIENT_GONE)
-            if scope["path"] not in self._quiet:
+            if scope["path"] not in self.quiet:
                 self._log(log_entry(scope, status, time.perf_counter() - started, state))
 
     def _log(self, entry: dict[str, Any]) -> None:
-        if self._is_json:
+        if self.is_json:
             request_log.info("%s", json.dumps(entry))
             return
         words = [f"{entry['method']} {entry['path']} {entry['status']} in {entry['seconds']:.3f} s"]

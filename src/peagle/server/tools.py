@@ -6,7 +6,6 @@ llama     the whole answer is {"name": ..., "parameters": {...}}
 forced    the whole answer is {"name": ..., "arguments": {...}}, by a grammar, because tool_choice requires a call
 """
 
-import contextlib
 import json
 import uuid
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from peagle.sampling_params import Grammar
 from peagle.server.errors import invalid, unsupported
-from peagle.server.protocol import ChatBody, NamedTool, Tool, ToolCall
+from peagle.server.protocol import ChatBody, NamedTool, Tool
 from peagle.server.sampling import make_grammar
 
 Form = Literal["hermes", "mistral", "llama", "forced", "none"]
@@ -87,14 +86,6 @@ class ToolReader:
         self._is_inside = form == "forced"
         self._is_start = True
         self.num_calls = 0
-
-    @staticmethod
-    def as_template_call(call: ToolCall) -> dict[str, Any]:
-        """A call from an earlier turn as templates expect it: its arguments as an object."""
-        plain = call.model_dump(exclude_none=True)
-        with contextlib.suppress(ValueError, RecursionError):
-            plain["function"]["arguments"] = json.loads(call.function.arguments or "{}")
-        return plain
 
     def add(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text and the calls that are certain now."""

@@ -257,7 +257,7 @@ def create_proxy_app(
 ) -> FastAPI:
     """The application over the lifecycle's vLLM process, which may still be starting."""
     routes = ProxyRoutes(settings, lifecycle)
-    app = app_with(routes, keys, extra_routes, metrics="Prometheus metrics, vLLM's and ours")
+    app = app_with(routes, keys, extra_routes)
     app.add_api_route("/v1/{rest:path}", routes.other, methods=["POST"], summary="Further routes of vLLM")
     return app
 
