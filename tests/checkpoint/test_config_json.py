@@ -175,11 +175,11 @@ def test_rotary_settings_are_written_for_older_engines_too(
             "rope_parameters per layer",
         ),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
-        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' are not supported"),
+        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss', which is not supported"),
         ({"rope_parameters": None, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which is not"),
         ({"logit_scale": 0.25}, "logit_scale is 0.25, which is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}, which"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
@@ -275,7 +275,7 @@ def test_the_speculators_form_of_eagle3_norms_before_the_residual_by_default(
         ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash' is not supported"),
         ({"transformer_layer_config": []}, "transformer_layer_config must be an object"),
         ({"speculators_config": {"proposal_methods": ["greedy"]}}, "proposal_methods must be a list of objects"),
-        ({"transformer_layer_config": {"model_type": "gpt_oss"}}, "model_type 'gpt_oss' are not supported"),
+        ({"transformer_layer_config": {"model_type": "gpt_oss"}}, "model_type is 'gpt_oss', which is not supported"),
     ],
 )
 def test_a_speculators_form_that_cannot_be_read_is_refused(directory: Directory, top: dict, message: str) -> None:

@@ -6,7 +6,8 @@ transformers, which is what other engines see. This file does not import torch.
 """
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,15 @@ MASK_TOKEN_KEYS = (*VLLM_MASK_TOKEN_KEYS, "unused_token_id")
 WRITTEN_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Releases of vLLM read different keys, so the same value is written to all of these."""
 NORM_FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-LLAMA_MODEL_TYPES = {"llama", "llama_peagle", "peagle", "eagle3", "speculators"}
-UNSUPPORTED = {"logit_scale": 1.0, "partial_rotary_factor": 1.0, "mlp_bias": False, "quantization_config": None}
-"""Keys that would change the computation and are not implemented, with the only value that is accepted."""
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama", "qwen3", "llama_peagle", "peagle", "eagle3", "speculators"),
+    "hidden_act": ("silu", "swish"),
+    "logit_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "mlp_bias": (False,),
+    "quantization_config": ({},),
+}
+"""Keys of which other values would need another network than ours."""
 
 
 def write_config(config: DrafterConfig, dtype: "torch.dtype") -> dict[str, Any]:
@@ -127,8 +134,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_values(path: Path) -> dict[str, Any]:
     """A drafter's config.json with all keys on one level, whichever form it is in."""
-    try:
+    with errors_in(path):
         return _flatten(read_object(path))
+
+
+@contextmanager
+def errors_in(path: Path) -> Iterator[None]:
+    """Turn errors about the content of a drafter's file into CheckpointErrors that name the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks the key {error.args[0]!r}", hint="it is not a drafter's config") from error
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
 
@@ -168,23 +184,39 @@ def trained_draft_tokens(values: Mapping[str, Any]) -> int | None:
 
 
 def read_config(
-    path: Path,
-    tensors: Mapping[str, "Tensor"],
-    target: "HFTarget",
-    card: DrafterCard | None,
-    repairs: list[str] | None = None,
+    path: Path, tensors: Mapping[str, "Tensor"], target: "HFTarget", card: DrafterCard | None, repairs: list[str]
 ) -> DrafterConfig:
     """The drafter that a config.json describes. `tensors` decide what it leaves open.
 
     Values that are read in another sense than vLLM reads them are added to `repairs`, one sentence each.
     """
     values = read_values(path)
-    try:
-        return _from_values(values, tensors, target, card, [] if repairs is None else repairs)
-    except KeyError as error:
-        raise CheckpointError(f"{path} lacks the key {error.args[0]!r}", hint="it is not a drafter's config") from error
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
+    with errors_in(path):
+        _check_supported(values)
+        is_qwen3 = values.get("model_type") == "qwen3"
+        if is_qwen3:
+            values = {"head_dim": 128, "num_key_value_heads": 32} | values
+        mask_token, parallel = mask_token_id(values), is_parallel(values, tensors)
+        if parallel and mask_token is None:
+            raise ConfigError(
+                "a parallel drafter needs mask_token_id, and the config has none",
+                hint="add mask_token_id with the token it was trained with",
+            )
+        sliding_window, sliding_layers = _windows(values)
+        embedding, head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
+        return DrafterConfig(
+            **plain_settings(values, target),
+            aux_layer_ids=_aux_layer_ids(values, target, card, repairs),
+            parallel=parallel,
+            mask_token_id=mask_token,
+            num_draft_tokens=trained_draft_tokens(values) if card is None else card.num_draft_tokens,
+            qk_norm=is_qwen3,
+            sliding_window=sliding_window,
+            sliding_layers=sliding_layers,
+            rope_parameters=_rope_parameters(values),
+            embeddings="shared" if _is_targets(embedding, target.embedding_VD, mask_token) else "own",
+            head="shared" if _is_targets(head, target.head_VD, None) else "own",
+        )
 
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:
@@ -227,52 +259,14 @@ def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _check_supported(values: dict[str, Any]) -> None:
     """Refuse settings that would need another network than ours."""
-    model_type = values.get("model_type", "llama")
-    if model_type not in LLAMA_MODEL_TYPES | {"qwen3"}:
-        raise ConfigError(f"drafters of model_type {model_type!r} are not supported", hint="known: llama, qwen3")
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {values['hidden_act']!r} is not supported", hint="known: silu")
     if not values.get("use_aux_hidden_state", True):
         raise ConfigError(
             "use_aux_hidden_state is false: EAGLE-1 and EAGLE-2 drafters are not supported", hint="known: true"
         )
-    for key, only in UNSUPPORTED.items():
-        if values.get(key, only) not in (only, {}):
-            raise ConfigError(f"{key} is {values[key]!r}, which is not supported in a drafter", hint=f"known: {only}")
-
-
-def _from_values(
-    values: dict[str, Any],
-    tensors: Mapping[str, "Tensor"],
-    target: "HFTarget",
-    card: DrafterCard | None,
-    repairs: list[str],
-) -> DrafterConfig:
-    _check_supported(values)
-    is_qwen3 = values.get("model_type") == "qwen3"
-    if is_qwen3:
-        values = {"head_dim": 128, "num_key_value_heads": 32} | values
-    mask_token, parallel = mask_token_id(values), is_parallel(values, tensors)
-    if parallel and mask_token is None:
-        raise ConfigError(
-            "a parallel drafter needs mask_token_id, and the config has none",
-            hint="add mask_token_id with the token it was trained with",
-        )
-    sliding_window, sliding_layers = _windows(values)
-    embedding, head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
-    return DrafterConfig(
-        **plain_settings(values, target),
-        aux_layer_ids=_aux_layer_ids(values, target, card, repairs),
-        parallel=parallel,
-        mask_token_id=mask_token,
-        num_draft_tokens=trained_draft_tokens(values) if card is None else card.num_draft_tokens,
-        qk_norm=is_qwen3,
-        sliding_window=sliding_window,
-        sliding_layers=sliding_layers,
-        rope_parameters=_rope_parameters(values),
-        embeddings="shared" if _is_targets(embedding, target.embedding_VD, mask_token) else "own",
-        head="shared" if _is_targets(head, target.head_VD, None) else "own",
-    )
+    for key, known in SUPPORTED.items():
+        if key in values and values[key] not in known:
+            hint = f"known: {', '.join(map(str, known))}"
+            raise ConfigError(f"{key} is {values[key]!r}, which is not supported in a drafter", hint=hint)
 
 
 def plain_settings(values: Mapping[str, Any], target: "HFTarget") -> dict[str, Any]:

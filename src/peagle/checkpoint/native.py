@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.checkpoint.card import CARD_NAME, DrafterCard, differences, read_card
-from peagle.checkpoint.config_json import read_config, write_config
+from peagle.checkpoint.config_json import errors_in, read_config, write_config
 from peagle.checkpoint.layouts import (
     CONFIG_NAME,
     SAVED_NAME,
@@ -34,7 +34,7 @@ from peagle.checkpoint.layouts import (
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import read_table
-from peagle.errors import CheckpointError, ConfigError, nearest
+from peagle.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
@@ -46,8 +46,8 @@ COMPACT_TENSOR = "mask_embedding"
 """Only our compact form has it; no other engine reads it."""
 HOLDS = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}, or shards of it with their index"
 MISSING_HINTS = {
-    "d2t": "a draft vocabulary smaller than the target's needs d2t",
-    "mask_hidden": "parallel drafting needs the learned placeholder state",
+    "d2t": "the vocabulary map was left behind; engines would take draft ids for target ids",
+    "mask_hidden": "the learned placeholder state was left behind; parallel drafting needs it",
 }
 
 
@@ -143,10 +143,8 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     check_fit(config, target, directory)
     if card is not None:
         _check_agreement(card, config, directory)
-    try:
+    with errors_in(directory / CONFIG_NAME):
         drafter = Drafter(config, target.embedding_VD, target.head_VD)
-    except ConfigError as error:
-        raise CheckpointError(f"{directory / CONFIG_NAME}: {error.message}", hint=error.hint) from error
     _fill(drafter, tensors, target, directory, repairs)
     for repair in repairs:
         log.warning("%s: %s", directory, repair)
@@ -158,13 +156,11 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
 
 def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
     """Resolve `path` as `load_drafter` does; an error if there is no drafter."""
+    path = target.shipped_drafter if path is None else path
     if path is None:
-        if target.shipped_drafter is None:
-            raise CheckpointError(
-                f"no drafter ships for target {target.name!r}",
-                hint="pass --drafter, or train one with `peagle train`",
-            )
-        path = target.shipped_drafter
+        raise CheckpointError(
+            f"no drafter ships for target {target.name!r}", hint="pass --drafter, or train one with `peagle train`"
+        )
     directory = Path(path).expanduser()
     if not directory.is_dir():
         directory = _shipped(directory, target)
@@ -333,10 +329,8 @@ def _settle_vocabulary(tensors: dict[str, Tensor], config: DrafterConfig, path: 
         raise CheckpointError(
             f"{path}: tensor 'd2t' has shape {list(d2t.shape)}, but {CONFIG_NAME} asks for [{config.draft_vocab_size}]"
         )
-    try:
+    with errors_in(path):
         offsets, held_ids = read_table(d2t, None if is_whole else t2d, config.vocab_size)
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error.message}", hint=error.hint) from error
     if held_ids:
         repairs.append("d2t holds target ids, not offsets as engines expect; it is read as ids")
     if not is_whole:

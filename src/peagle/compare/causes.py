@@ -9,7 +9,7 @@ from torch import Tensor
 
 from peagle.checkpoint.card import Evidence
 from peagle.checkpoint.config_json import num_differing_rows
-from peagle.checkpoint.native import COMPACT_TENSOR
+from peagle.checkpoint.native import COMPACT_TENSOR, MISSING_HINTS
 from peagle.checkpoint.reading import Difference, Files, Reading
 from peagle.checkpoint.vllm import LENGTH_FREE_ROPE
 from peagle.compare.evidence import fingerprint, meaning_of, shared_tables
@@ -44,11 +44,8 @@ CAUSES = {
     "aux_layer_ids": "the ids belong to another drafter or convention; id i means the residual stream entering layer i",
     "rope_parameters": "the scaling of the rotary embedding was lost or changed in a conversion",
 }
-MISSING_CAUSES = {
-    "d2t": "the vocabulary map was left behind; engines would take draft ids for target ids",
-    "mask_hidden": "the learned placeholder state was left behind",
-    **dict.fromkeys(TABLES, "this drafter trained the table itself; the target's cannot replace it"),
-}
+OWN_TABLE = "this drafter trained the table itself; the target's cannot replace it"
+MISSING_CAUSES = MISSING_HINTS | dict.fromkeys(TABLES, OWN_TABLE)
 
 
 def check_meaning(evidence: Evidence, config: DrafterConfig) -> str:

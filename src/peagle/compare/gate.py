@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -288,15 +289,14 @@ class Gate:
             raise _Open("the card has no golden drafts")
         if self.is_other_target:
             raise _Open("the golden drafts belong to another target")
-        largest: list[float] = []
+        by_draft = []
         for text in self.evidence.golden:
             newest = [draft.newest for draft in text.drafts]
             depth = len(text.drafts[0].token_ids)
             found = draft_logprobs(self.target, self.drafter, text.token_ids, newest, depth)
             for draft, logprobs_KV in zip(text.drafts, found, strict=True):
-                for index, distance in enumerate(golden_distances(draft, logprobs_KV, self.drafter.config.parallel)):
-                    largest += [0.0] * (index + 1 - len(largest))
-                    largest[index] = max(largest[index], distance)
+                by_draft.append(golden_distances(draft, logprobs_KV, self.drafter.config.parallel))
+        largest = [max(distances) for distances in zip_longest(*by_draft, fillvalue=0.0)]
         precisions = {getattr(torch, self.evidence.dtype, torch.bfloat16), self.target.dtype}
         limit = max(LOGPROB_TOLERANCE, TOLERANCE_STEPS * max(torch.finfo(dtype).eps for dtype in precisions))
         for depth, distance in enumerate(largest):

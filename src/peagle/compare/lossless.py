@@ -30,7 +30,6 @@ FALSE_ALARM = 1e-3
 """Chance that lossless decoding fails the distribution tests of one report."""
 CONTROL_TEMPERATURE = 1.6
 """Factor on the temperature of the control, a wrong distribution that the test must reject."""
-NUM_SAMPLED_PROMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Settings:
     """sampled answers per prompt that are compared token by token"""
     num_samples: int = 256
     """openings drawn per prompt of the distribution test"""
-    num_sampled_prompts: int = NUM_SAMPLED_PROMPTS
+    num_sampled_prompts: int = 2
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "max_tokens", "num_seeds", "num_sampled_prompts"):
@@ -164,7 +163,7 @@ def examine(
     )
     comparisons = [_compare_greedy(target, name, prompts, ours, theirs, limit) for name, ours, theirs in pairs]
     on_stage("seeded answers")
-    comparisons.append(_compare_seeded(target, prompts, settings, seeded, answers[len(prompts) :], texts))
+    comparisons.append(_compare_seeded(target, prompts, seeded, answers[len(prompts) :], texts))
     on_stage("the distribution of sampled answers")
     sampled = prompts[: settings.num_sampled_prompts]
     first = SamplingParams(max_tokens=LENGTH, temperature=settings.temperature, ignore_eos=True)
@@ -190,12 +189,7 @@ def _seeded(prompts: Sequence[Sequence[int]], settings: Settings) -> list[tuple[
 
 
 def _compare_greedy(
-    target: "HFTarget",
-    name: str,
-    prompts: Sequence[Sequence[int]],
-    ours: Answers,
-    theirs: Answers,
-    limit: float | None,
+    target: "HFTarget", name: str, prompts: Sequence[Sequence[int]], ours: Answers, theirs: Answers, limit: float | None
 ) -> Comparison:
     differences = []
     for index, (prompt, one, other) in enumerate(zip(prompts, ours, theirs, strict=True)):
@@ -209,13 +203,12 @@ def _compare_greedy(
 def _compare_seeded(
     target: "HFTarget",
     prompts: Sequence[Sequence[int]],
-    settings: Settings,
     rows: Sequence[tuple[int, SamplingParams]],
     served: Answers,
     texts: list[list[int]],
 ) -> Comparison:
     # The tokens' intervals lie so close that rounding sometimes moves a border past a random number, even in float32.
-    limit = measured_rounding(target, texts, lambda logits_TV: _shares(logits_TV, settings.temperature))
+    limit = measured_rounding(target, texts, lambda logits_TV: _shares(logits_TV, rows[0][1].temperature))
     plain, _ = decode_with_reference(target, [prompts[index] for index, _ in rows], [own for _, own in rows])
     differences = []
     for (index, own), answer, other in zip(rows, served, plain, strict=True):

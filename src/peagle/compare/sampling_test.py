@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from peagle.targets.hf import HFTarget
 
 LENGTH = 3
@@ -86,11 +84,14 @@ def opening_probs(
     """Exact probabilities of the most likely openings, or of `followed` and their beginnings."""
     import torch
 
+    from peagle.kernels.choose import target_probs
+
     known: dict[Opening, float] = {}
     ends: dict[Opening, float] = {(): 1.0}
     for length in range(LENGTH):
         rows = torch.tensor([[*prompt_ids, *prefix] for prefix in ends], device=target.device)
-        probs_BV = torch.cat([_last_probs(target, part, temperature) for part in rows.split(16)])
+        logits_BV = torch.cat([target.forward(part).logits_BTV[:, -1] for part in rows.split(16)])
+        probs_BV = target_probs(logits_BV, temperature, 0, 1.0, 0.0).double().cpu()
         longer: dict[Opening, float] = {}
         for (prefix, prob), probs_V in zip(ends.items(), probs_BV, strict=True):
             if followed is None:
@@ -103,13 +104,6 @@ def opening_probs(
         if not ends:
             break
     return known
-
-
-def _last_probs(target: "HFTarget", token_ids_BT: "Tensor", temperature: float) -> "Tensor":
-    from peagle.kernels.choose import target_probs
-
-    logits_BV = target.forward(token_ids_BT).logits_BTV[:, -1]
-    return target_probs(logits_BV, temperature, 0, 1.0, 0.0).double().cpu()
 
 
 def fit(drawn: Sequence[Opening], probs: dict[Opening, float]) -> Fit:
