@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -52,6 +53,17 @@ def from_toml(kind: type[T], path: Path, *, absent: Mapping[str, Any] = types.Ma
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return from_mapping(kind, values, str(path), absent=absent)
+
+
+def json_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object in `text`, the value of the option or variable `name`."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}")
+    return values
 
 
 def check_choices(config: Any) -> None:

@@ -14,7 +14,7 @@ from peagle.sagemaker.checks import check_instance, trusts_sagemaker
 from peagle.sagemaker.conventions import read_conventions, variables
 from peagle.sagemaker.files import read_directory
 from peagle.sagemaker.images import num_gpus, read_image, reads_lists, vllm_image, vllm_release, vllm_tag
-from peagle.sagemaker.plan import Deployment, Rolling, Scaling, check_environment, plan_deploy, plan_update
+from peagle.sagemaker.plan import Deployment, Rolling, check_environment, plan_deploy, plan_update
 from peagle.server.sse import EventSplitter, data_of
 from peagle.vllm.command import DrafterFacts, Installed, VllmSettings, command
 
@@ -24,8 +24,8 @@ VLLM = Installed("0.26.0")
 
 
 def deployment(**changes: object) -> Deployment:
-    made = Deployment("chat", REGION, ROLE, None, f"{IMAGE}:1", "ml.g5.xlarge", {"SM_VLLM_MODEL": "org/name"})
-    return replace(made, **changes)
+    settings = {"name": "chat", "region": REGION, "role": ROLE, "image": f"{IMAGE}:1", "instance": "ml.g5.xlarge"}
+    return Deployment(**settings | {"environment": {"SM_VLLM_MODEL": "org/name"}} | changes)
 
 
 def test_variables_mean_the_command_line_that_vllm_would_be_started_with():
@@ -148,13 +148,13 @@ def test_limits_of_sagemaker_are_checked_before_it_does():
     with pytest.raises(ConfigError, match="is not the ARN of a role"):
         deployment(role="MyRole")
     with pytest.raises(ConfigError, match="--tags aws:x: the prefixes aws: and peagle: are reserved"):
-        deployment(tags={"aws:x": "y"})
+        deployment(tags=("aws:x=y",))
     with pytest.raises(ConfigError, match="go together"):
         deployment(subnets=("subnet-1",))
     with pytest.raises(ConfigError, match="must be at least 1, got 0"):
         deployment(num_instances=0)
     with pytest.raises(ConfigError, match="--max-instances is 1, below --num-instances 2"):
-        Scaling(2, 1)
+        deployment(num_instances=2, max_instances=1)
 
 
 def test_names_follow_from_contents(tmp_path: Path):
@@ -166,7 +166,7 @@ def test_names_follow_from_contents(tmp_path: Path):
     assert other.model_name != one.model_name and other.config_name != one.config_name
     assert deployment(num_instances=2).model_name == deployment().model_name, "the number is the configuration's"
     assert deployment(num_instances=2).config_name != deployment().config_name
-    assert deployment(tags={"team": "a"}).config_name == deployment().config_name, "tags say nothing about what runs"
+    assert deployment(tags=("team=a",)).config_name == deployment().config_name, "tags say nothing about what runs"
     assert len(deployment(name="a" * 54).config_name) == 63
 
 
@@ -190,7 +190,7 @@ def test_rolling_keeps_to_sagemakers_rules():
         Rolling("few")
     percent = Rolling("25%").as_config(4)["RollingUpdatePolicy"]["MaximumBatchSize"]
     assert percent == {"Type": "CAPACITY_PERCENT", "Value": 25}
-    update = plan_update(deployment(scaling=Scaling(1, 2)), Rolling(), 1)
+    update = plan_update(deployment(max_instances=2), Rolling(), 1)
     (change,) = [call for call in update if call.operation == "update_endpoint"]
     assert change.parameters["RetainAllVariantProperties"], "the number that scaling has chosen stays"
 
@@ -235,7 +235,7 @@ def test_trust_policies_are_read(statement, is_trusted):
 
 
 def test_plan_is_plain_json():
-    for call in plan_deploy(deployment(scaling=Scaling(1, 3), subnets=("s",), security_groups=("g",), metrics=True)):
+    for call in plan_deploy(deployment(max_instances=3, subnets=("s",), security_groups=("g",), metrics=True)):
         assert json.loads(json.dumps(call.as_json())) == call.as_json()
 
 

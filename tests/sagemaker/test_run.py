@@ -10,7 +10,7 @@ from peagle.errors import DeployError
 from peagle.sagemaker.aws import Aws, AwsError
 from peagle.sagemaker.files import read_directory
 from peagle.sagemaker.found import look
-from peagle.sagemaker.plan import Call, Deployment, Rolling, Scaling, plan_deploy
+from peagle.sagemaker.plan import Call, Deployment, Rolling, plan_deploy
 from peagle.sagemaker.run import Operator
 
 BUCKET = f"peagle-sagemaker-{ACCOUNT}-{REGION}"
@@ -31,11 +31,12 @@ def deployment(tmp_path: Path, **changes: object) -> Deployment:
         "environment": {"SM_VLLM_MODEL": "org/name"},
         "drafter": drafter,
         "num_instances": 2,
-        "scaling": Scaling(2, 4, 6.0),
-        "bucket": None,
+        "max_instances": 4,
+        "target_concurrency": 6.0,
         "smoke_test": False,
     }
-    return Deployment("chat", REGION, ROLE, image=f"{IMAGE}:1", instance="ml.g5.xlarge", **(settings | changes))
+    place = {"name": "chat", "region": REGION, "role": ROLE, "image": f"{IMAGE}:1", "instance": "ml.g5.xlarge"}
+    return Deployment(**place | settings | changes)
 
 
 def operator(aws: Aws) -> Operator:
@@ -186,7 +187,7 @@ def test_unfinished_uploads_and_old_versions_are_removed_too(cloud, aws, tmp_pat
 
 def test_other_deployments_keep_what_is_theirs(cloud, aws, tmp_path):
     made = deployment(tmp_path)
-    other = replace(made, name="chat-two", scaling=None)
+    other = replace(made, name="chat-two", max_instances=None)
     operator(aws).deploy(made)
     Operator(aws, "chat-two", poll_seconds=0.001).deploy(other)
     operator(aws).delete(look(aws, "chat"))
@@ -205,7 +206,7 @@ def better(tmp_path: Path, made: Deployment, **changes: object) -> Deployment:
 
 def test_an_update_rolls_over_and_removes_what_was_replaced(cloud, aws, tmp_path):
     operator(aws).deploy(deployment(tmp_path))
-    new = better(tmp_path, deployment(tmp_path), image=f"{IMAGE}:2", scaling=Scaling(2, 3, 9.0))
+    new = better(tmp_path, deployment(tmp_path), image=f"{IMAGE}:2", max_instances=3, target_concurrency=9.0)
     assert operator(aws).update(replace(new, smoke_test=True), Rolling()) is not None, "it is asked something"
     assert cloud.state() == expected(new)
 
@@ -239,7 +240,7 @@ def test_an_update_that_was_interrupted_is_finished_by_the_same_command(cloud, a
 
 
 def test_one_instance_is_replaced_by_its_successor(cloud, aws, tmp_path):
-    made = deployment(tmp_path, num_instances=1, scaling=None)
+    made = deployment(tmp_path, num_instances=1, max_instances=None)
     operator(aws).deploy(made)
     new = replace(made, image=f"{IMAGE}:2")
     operator(aws).update(new, Rolling())
@@ -249,7 +250,7 @@ def test_one_instance_is_replaced_by_its_successor(cloud, aws, tmp_path):
 def test_an_update_without_scaling_takes_it_away(cloud, aws, tmp_path):
     made = deployment(tmp_path)
     operator(aws).deploy(made)
-    operator(aws).update(replace(made, scaling=None, image=f"{IMAGE}:2"), Rolling())
+    operator(aws).update(replace(made, max_instances=None, image=f"{IMAGE}:2"), Rolling())
     state = cloud.state()
     assert state["targets"] == [] and state["policies"] == []
 
@@ -311,7 +312,7 @@ def test_who_may_not_remove_tags_can_still_update(cloud, aws, tmp_path):
 
     made = deployment(tmp_path)
     operator(aws).deploy(made)
-    new = replace(made, instance="ml.g6e.2xlarge", scaling=None)
+    new = replace(made, instance="ml.g6e.2xlarge", max_instances=None)
     operator(Denied(aws, 0)).update(new, Rolling())
     with pytest.raises(DeployError, match="rolled back"):
         operator(aws).update(replace(new, image=f"{IMAGE}:broken"), Rolling())

@@ -4,7 +4,6 @@ Sweeps concurrency and request rates; reports throughput, goodput, TTFT, TPOT, I
 from the server's /metrics. Ctrl-C stops and reports what was measured.
 """
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.report import check_plot, print_document
 from peagle.cli.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
 from peagle.cli.progress import progress_bar
+from peagle.config import json_object
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError
@@ -114,12 +114,7 @@ def check(arguments: Arguments) -> dict[str, Any]:
         raise ConfigError("--detailed needs --json", hint="add --json")
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    try:
-        more = json.loads(arguments.extra_body or "{}")
-    except ValueError as error:
-        raise ConfigError(f"--extra-body is not valid JSON: {error}") from error
-    if not isinstance(more, dict):
-        raise ConfigError(f"--extra-body must be a JSON object, got {arguments.extra_body}")
+    more = json_object(arguments.extra_body or "{}", "--extra-body")
     if {"stream", "n"} & more.keys():
         raise ConfigError("--extra-body must not set stream or n: every request streams one answer")
     return more

@@ -14,10 +14,10 @@ import tyro
 
 from peagle.cli.arguments import parse
 from peagle.sagemaker.aws import Aws
-from peagle.sagemaker.choose import Host, Serving, choose
+from peagle.sagemaker.choose import Serving, choose
 from peagle.sagemaker.found import look, removal
 from peagle.sagemaker.invoke import ask, log_group
-from peagle.sagemaker.plan import Call, Rolling, check_name, plan_deploy, plan_update
+from peagle.sagemaker.plan import Call, Host, Rolling, check_name, plan_deploy, plan_update
 from peagle.sagemaker.run import operating
 from peagle.sagemaker.status import deployed_document, deployed_lines, document, lines
 

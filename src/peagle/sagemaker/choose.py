@@ -12,7 +12,7 @@ from peagle.sagemaker.checks import check_instance
 from peagle.sagemaker.conventions import DRAFT_DIRECTORY, MODEL_DIRECTORY, PREFIX, Engine, variables
 from peagle.sagemaker.files import Upload, read_directory
 from peagle.sagemaker.images import GPU_AMI, num_gpus, read_image, reads_lists, vllm_image, vllm_release, vllm_tag
-from peagle.sagemaker.plan import MAX_STARTUP_SECONDS, STARTUP_SECONDS, Deployment, Scaling
+from peagle.sagemaker.plan import MAX_STARTUP_SECONDS, STARTUP_SECONDS, Deployment, Host, read_pairs
 from peagle.targets.catalog import CatalogEntry, find
 from peagle.vllm.command import VllmSettings
 from peagle.vllm.form import check_texts, in_vllm_form
@@ -49,34 +49,6 @@ class Serving:
     """extra environment variables, NAME=VALUE; SM_VLLM_* are vLLM options. No credentials"""
 
 
-@dataclass(frozen=True)
-class Host:
-    """Where it runs."""
-
-    role: str | None = None
-    """ARN of the execution role that SageMaker assumes; default: PEAGLE_SAGEMAKER_ROLE"""
-    instance: str | None = None
-    """for example ml.g6e.2xlarge; default: the catalog's. vLLM uses all of its GPUs"""
-    num_instances: int = 1
-    """initial number of instances, and the minimum when scaling"""
-    max_instances: int | None = None
-    """scale automatically up to this many instances; default: no scaling"""
-    target_concurrency: float = 8.0
-    """requests in flight per instance that scaling aims for"""
-    bucket: str | None = None
-    """S3 bucket for uploads; default: peagle-sagemaker-ACCOUNT-REGION, created on demand"""
-    subnets: tuple[str, ...] = ()
-    """VPC subnets"""
-    security_groups: tuple[str, ...] = ()
-    """VPC security groups"""
-    network_isolation: bool = False
-    """give the container no network access; needs uploaded models"""
-    metrics: bool = False
-    """publish the container's /metrics and 10-second endpoint metrics to CloudWatch"""
-    tags: tuple[str, ...] = ()
-    """tags for every resource, KEY=VALUE"""
-
-
 def choose(
     name: str, region: str, serving: Serving, host: Host, instances: Iterable[str], *, smoke_test: bool = True
 ) -> Deployment:
@@ -84,7 +56,7 @@ def choose(
 
     `instances` lists the instance types that endpoints support.
     """
-    role, most = host.role or os.environ.get(ROLE_VARIABLE), host.max_instances
+    role = host.role or os.environ.get(ROLE_VARIABLE)
     if not role:
         raise ConfigError(
             "no execution role", hint=f"pass --role arn:aws:iam::ACCOUNT:role/NAME, or set {ROLE_VARIABLE}"
@@ -109,24 +81,15 @@ def choose(
         settings, engine, vllm_release(tag), given, is_uploaded=target is not None, reads_lists=reads_lists(tag)
     )
     return Deployment(
-        name,
-        region,
-        role,
-        host.bucket,
-        image,
-        instance,
-        environment,
-        target,
-        drafter,
-        num_instances=host.num_instances,
-        scaling=None if most is None else Scaling(host.num_instances, most, host.target_concurrency),
+        **vars(host) | {"role": role, "instance": instance},
+        name=name,
+        region=region,
+        image=image,
+        environment=environment,
+        target=target,
+        drafter=drafter,
         ami=GPU_AMI if gpus != 0 else None,
         startup_seconds=_startup_seconds(entry, target),
-        subnets=host.subnets,
-        security_groups=host.security_groups,
-        network_isolation=host.network_isolation,
-        metrics=host.metrics,
-        tags=read_pairs("--tags", host.tags),
         smoke_test=smoke_test,
     )
 
@@ -237,16 +200,3 @@ def _settings(
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
     )
-
-
-def read_pairs(option: str, words: Iterable[str]) -> Mapping[str, str]:
-    """Parse NAME=VALUE words."""
-    pairs: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"{option} takes NAME=VALUE, got {word.split('=')[0]!r}")
-        if name in pairs:
-            raise ConfigError(f"{option} sets {name} twice")
-        pairs[name] = value
-    return pairs

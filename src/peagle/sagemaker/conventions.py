@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from peagle.config import json_object
 from peagle.errors import ConfigError, nearest
 from peagle.vllm.command import Installed, VllmSettings, command, resolve_num_draft_tokens
-from peagle.vllm.flags import FOLDED, SWITCHES, fraction, read_flags, whole, with_flags
+from peagle.vllm.flags import FOLDED, SWITCHES, fraction, one_value, read_flags, whole, with_flags
 
 log = logging.getLogger(__name__)
 
@@ -276,10 +277,7 @@ def _translate(flags: Flags, sources: Path, is_container: bool) -> Conventions:
     """Take the options peagle understands out of `flags`; the rest are unmatched."""
 
     def text(flag: str) -> str | None:
-        values = flags.pop(flag, None)
-        if values is not None and len(values) != 1:
-            raise ConfigError(f"{variable_of(flag)} takes one value, got {len(values)}")
-        return None if values is None else values[0]
+        return one_value(variable_of(flag), flags.pop(flag)) if flag in flags else None
 
     fields: dict[str, dict[str, Any]] = {"server": {}, "engine": {}}
     if is_container:
@@ -320,12 +318,7 @@ def _read_speculation(text: str | None, sources: Path) -> tuple[str | None, int 
     if text is None:
         return channel, None, {}
     name = variable_of("--speculative-config")
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{name} must be a JSON object, got {text!r}")
+    config = json_object(text, name)
     method = config.pop("method", "eagle3")
     if method not in METHODS:
         raise ConfigError(f"{name}: the method {method!r} is not supported", hint="use 'eagle3'")

@@ -15,7 +15,7 @@ say which deployment a resource belongs to. Resources without our tags are never
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,7 @@ class Call:
     until: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        call = {"service": self.service, "operation": self.operation, "parameters": self.parameters}
-        return call if self.until is None else call | {"until": self.until}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,7 @@ class Scaling:
 
     min_instances: int
     max_instances: int
-    concurrency: float = 8.0
-
-    def __post_init__(self) -> None:
-        if self.max_instances < self.min_instances:
-            raise ConfigError(f"--max-instances is {self.max_instances}, below --num-instances {self.min_instances}")
-        if not self.concurrency > 0:
-            raise ConfigError(f"--target-concurrency must be above 0, got {self.concurrency:g}")
+    concurrency: float
 
     def calls(self, endpoint: str) -> tuple[Call, Call]:
         limits = {"MinCapacity": self.min_instances, "MaxCapacity": self.max_instances}
@@ -101,30 +94,49 @@ def scaled(endpoint: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """Everything that determines what is created."""
+class Host:
+    """Where it runs."""
 
+    role: str | None = None
+    """ARN of the execution role that SageMaker assumes; default: PEAGLE_SAGEMAKER_ROLE"""
+    instance: str | None = None
+    """for example ml.g6e.2xlarge; default: the catalog's. vLLM uses all of its GPUs"""
+    num_instances: int = 1
+    """initial number of instances, and the minimum when scaling"""
+    max_instances: int | None = None
+    """scale automatically up to this many instances; default: no scaling"""
+    target_concurrency: float = 8.0
+    """requests in flight per instance that scaling aims for"""
+    bucket: str | None = None
+    """S3 bucket for uploads; default: peagle-sagemaker-ACCOUNT-REGION, created on demand"""
+    subnets: tuple[str, ...] = ()
+    """VPC subnets"""
+    security_groups: tuple[str, ...] = ()
+    """VPC security groups"""
+    network_isolation: bool = False
+    """give the container no network access; needs uploaded models"""
+    metrics: bool = False
+    """publish the container's /metrics and 10-second endpoint metrics to CloudWatch"""
+    tags: tuple[str, ...] = ()
+    """tags for every resource, KEY=VALUE"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment(Host):
+    """Everything that determines what is created: the host, with role and instance filled in, and what runs there."""
+
+    role: str
+    instance: str
     name: str
     region: str
-    role: str
-    bucket: str | None
-    """None: peagle's own bucket for this account and region, created on demand and deleted when empty"""
     image: str
-    instance: str
     environment: Mapping[str, str] = field(default_factory=dict)
     target: Upload | None = None
     """None: the container downloads the target"""
     drafter: Upload | None = None
-    num_instances: int = 1
-    scaling: Scaling | None = None
     ami: str | None = None
     startup_seconds: int = STARTUP_SECONDS
     """limit for downloading the uploads, and again for starting the container"""
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
-    network_isolation: bool = False
-    metrics: bool = False
-    tags: Mapping[str, str] = field(default_factory=dict)
     smoke_test: bool = True
 
     def __post_init__(self) -> None:
@@ -133,15 +145,24 @@ class Deployment:
         check_environment(self.environment)
         if self.num_instances < 1:
             raise ConfigError(f"--num-instances must be at least 1, got {self.num_instances}")
+        if self.max_instances is not None and self.max_instances < self.num_instances:
+            raise ConfigError(f"--max-instances is {self.max_instances}, below --num-instances {self.num_instances}")
+        if not self.target_concurrency > 0:
+            raise ConfigError(f"--target-concurrency must be above 0, got {self.target_concurrency:g}")
         if bool(self.subnets) != bool(self.security_groups):
             raise ConfigError("--subnets and --security-groups go together", hint="pass both, or neither")
-        for key in self.tags:
+        for key in read_pairs("--tags", self.tags):
             if key.startswith(("aws:", "peagle:")):
                 raise ConfigError(f"--tags {key}: the prefixes aws: and peagle: are reserved")
 
     @property
     def account(self) -> str:
         return account_and_role(self.role)[0]
+
+    @property
+    def scaling(self) -> Scaling | None:
+        most = self.max_instances
+        return None if most is None else Scaling(self.num_instances, most, self.target_concurrency)
 
     @property
     def bucket_name(self) -> str:
@@ -153,8 +174,8 @@ class Deployment:
 
     @property
     def owner_tags(self) -> list[dict[str, str]]:
-        tags = {OWNER_TAG: self.name, BUCKET_TAG: self.bucket_name, "peagle:version": __version__} | dict(self.tags)
-        return [{"Key": key, "Value": value} for key, value in tags.items()]
+        tags = {OWNER_TAG: self.name, BUCKET_TAG: self.bucket_name, "peagle:version": __version__}
+        return [{"Key": key, "Value": value} for key, value in (tags | read_pairs("--tags", self.tags)).items()]
 
     @property
     def model_name(self) -> str:
@@ -341,3 +362,16 @@ def check_environment(environment: Mapping[str, str]) -> None:
                     f"of {MAX_VARIABLE}",
                     hint="put long values into the model directory or into your own image",
                 )
+
+
+def read_pairs(option: str, words: Iterable[str]) -> dict[str, str]:
+    """Parse NAME=VALUE words."""
+    pairs: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{option} takes NAME=VALUE, got {word.split('=')[0]!r}")
+        if name in pairs:
+            raise ConfigError(f"{option} sets {name} twice")
+        pairs[name] = value
+    return pairs

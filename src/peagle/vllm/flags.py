@@ -1,11 +1,11 @@
 """vLLM's own options, merged into VllmSettings. Those we check become a field, the others are passed on."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from peagle.config import json_object
 from peagle.errors import ConfigError
 from peagle.vllm.command import IS_FLAG, DrafterFacts, VllmSettings
 
@@ -99,7 +99,7 @@ def with_flags(settings: VllmSettings, words: list[str]) -> VllmSettings:
         if flag in REFUSED_FLAGS:
             raise ConfigError(f"{flag} cannot be passed to vLLM here", hint=REFUSED_FLAGS[flag])
         if flag == "--speculative-config":
-            speculation |= read_speculation(_one(flag, values))
+            speculation |= read_speculation(one_value(flag, values))
         elif flag.startswith("--speculative-config."):
             raise ConfigError(f"{flag} is not supported", hint="pass --speculative-config as one JSON object")
         elif flag in SWITCHES:
@@ -107,7 +107,7 @@ def with_flags(settings: VllmSettings, words: list[str]) -> VllmSettings:
             changes[name] = value
         elif flag in FOLDED:
             name, read = FOLDED[flag]
-            value, ours = read(_one(flag, values), flag), getattr(settings, name)
+            value, ours = read(one_value(flag, values), flag), getattr(settings, name)
             if ours != getattr(default, name) and ours != value:
                 raise ConfigError(
                     f"{flag} is {value}, but {name} is {ours}", hint="they are the same setting; pass one of them"
@@ -155,19 +155,14 @@ def read_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def read_speculation(text: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--speculative-config must be a JSON object, got {text!r}")
+    config = json_object(text, "--speculative-config")
     for key, why in REFUSED_SPECULATION.items():
         if config.get(key) is not None and config[key] is not False:
             raise ConfigError(f"--speculative-config: {key} cannot be set here", hint=why)
     return {key: value for key, value in config.items() if key not in REFUSED_SPECULATION and value is not None}
 
 
-def _one(flag: str, values: tuple[str, ...]) -> str:
+def one_value(flag: str, values: tuple[str, ...]) -> str:
     if len(values) != 1:
         raise ConfigError(f"{flag} takes one value, got {len(values)}")
     return values[0]
