@@ -186,7 +186,7 @@ def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_
 
 def test_what_cannot_be_gone_on_from_is_explained(train, tmp_path, models):
     refused = train(tmp_path / "drafter", f"--from={models / 'drafter'}")
-    assert refused.status == 2 and "num_layers is 2 there, 1 in the settings" in refused.err
+    assert refused.status == 2 and "num_layers was 2, is 1 in the settings" in refused.err
     refused = train(tmp_path / "drafter", "--from", models / "stranger")
     assert refused.status == 2 and "cannot train from" in refused.err
     assert not (tmp_path / "drafter").exists()

@@ -12,7 +12,7 @@ from peagle.checkpoint.card import TargetIdentity
 from peagle.data.conversations import read_conversations
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import Row
-from peagle.errors import ConfigError, DataError, TargetError
+from peagle.errors import DataError, TargetError
 from peagle.tokenizer import chat_template_hash, tokenizer_hash
 
 TOKENIZER = tiny_tokenizer()
@@ -176,11 +176,6 @@ def test_a_file_without_any_trainable_row_is_refused(tmp_path):
     error = refusal(write(tmp_path / "rows.jsonl", IDS_ROW), max_length=3)
     assert "none of its 1 rows has an answer token within max_length = 3" in error.message
     assert "raise max_length" in error.hint
-
-
-def test_a_max_length_that_cannot_hold_prompt_and_answer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="max_length must be at least 2, got 1"):
-        read(write(tmp_path / "rows.jsonl", IDS_ROW), max_length=1)
 
 
 def shards(directory, *rows):

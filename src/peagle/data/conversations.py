@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from peagle.data.json_rows import SHAREGPT_ROLES, chat_messages, describe, is_text, place, read_rows
 from peagle.data.shards import LossMask, TokenIds, open_shards
-from peagle.errors import ConfigError, DataError, TargetError
+from peagle.errors import DataError, TargetError
 from peagle.tokenizer import answer_spans, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ def read_conversations(
     for a row that is not a conversation, for data without trainable rows, and for shards of another tokenizer;
     `shards.check_target` rejects shards of other weights.
     """
-    if max_length < 2:
-        raise ConfigError(f"max_length must be at least 2, got {max_length}")
     path = Path(path)
     if path.is_dir():
         return _from_shards(path, tokenizer, max_length)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,6 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         self._manifest |= {"shards": earlier["shards"], "runs": earlier["runs"]}
         for shard in open_shards(self.directory).shards:
             self.keys.update(shard.keys.tolist(), shard.dropped_keys.tolist())
-        self.keys.discard(NO_KEY)
 
     def _open_lines(self) -> None:
         """Resume the open shard of an earlier run, without a truncated last line."""
@@ -156,16 +156,15 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     def _count(self, rows: Sequence[Row], drops: Sequence[Drop]) -> None:
         self._rows += rows
         self._drops += drops
-        counts = self._open_counts
-        for row in rows:
-            self.keys.add(row.key)
-            counts["num_rows"] += 1
-            counts["num_tokens"] += len(row.token_ids)
-            counts["num_answer_tokens"] += sum(end - start for start, end in row.spans)
-        for drop in drops:
-            if drop.key != NO_KEY:
-                self.keys.add(drop.key)
-            counts["dropped"][drop.reason] = counts["dropped"].get(drop.reason, 0) + 1
+        self.keys.update((row.key for row in rows), (drop.key for drop in drops))
+        self.keys.discard(NO_KEY)
+        counts = {
+            "num_rows": len(rows),
+            "num_tokens": sum(len(row.token_ids) for row in rows),
+            "num_answer_tokens": sum(end - start for row in rows for start, end in row.spans),
+            "dropped": Counter(drop.reason for drop in drops),
+        }
+        self._open_counts = total([self._open_counts, counts])
 
     def _write_lines(self, content: bytes) -> None:
         try:

@@ -7,7 +7,6 @@ depths and a retention of 0.8.
 Shapes: N labels, M judges; both are padded to fixed sizes per chunk, so that a chunk compiles once.
 """
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -86,26 +85,21 @@ def list_labels(row_N: Tensor, slot_N: Tensor, depth_N: Tensor, judge_N: Tensor,
         ends = [0, num_labels]
         if not shape.is_fixed:
             sizes = (_round_up(max(1, num_labels), LABEL_MULTIPLE), _round_up(max(1, num_judges), LABEL_MULTIPLE))
-    judged_N = is_next_N.nonzero()[:, 0]
     num_chunks = len(ends) - 1
-    of_labels = [row_N.new_zeros(num_chunks, sizes[0]) for _ in range(5)]
-    of_judges = [row_N.new_zeros(num_chunks, sizes[1]) for _ in range(2)]
-    weight = torch.zeros(num_chunks, sizes[0])
-    for chunk, (first, last) in enumerate(itertools.pairwise(ends)):
-        if first == last:
-            continue
-        first_judge, last_judge = int(number_N[first]), int(number_N[last - 1]) + 1
-        for part, values in zip(of_labels, (row_N, slot_N, depth_N, judge_N, number_N), strict=True):
-            part[chunk, : last - first] = values[first:last]
-        of_labels[4][chunk, : last - first] -= first_judge
-        first_of_judge = judged_N[first_judge:last_judge]
-        for part, values in zip(of_judges, (row_N, judge_N), strict=True):
-            part[chunk, : last_judge - first_judge] = values[first_of_judge]
-        weight[chunk, : last - first] = 1
-    row, slot, depth, judge, opinion = (part.flatten() for part in of_labels)
-    judge_row, judge_column = (part.flatten() for part in of_judges)
-    listed = (row, slot, depth, judge, weight.flatten(), opinion, judge_row, judge_column)
-    return Labels(*listed, num_chunks, num_labels)
+    chunk_N = torch.arange(num_chunks).repeat_interleave(torch.tensor(ends).diff())
+    first_N = torch.tensor(ends)[chunk_N]
+    opinion_N = number_N - number_N[first_N]
+    # Where each label and its judge go in the padded lists.
+    place_N = chunk_N * sizes[0] + torch.arange(num_labels) - first_N
+    seat_N = chunk_N * sizes[1] + opinion_N
+    row, slot, depth, judge, weight, opinion = (
+        values_N.new_zeros(num_chunks * sizes[0]).scatter(0, place_N, values_N)
+        for values_N in (row_N, slot_N, depth_N, judge_N, torch.ones(num_labels), opinion_N)
+    )
+    judge_row, judge_column = (
+        values_N.new_zeros(num_chunks * sizes[1]).scatter(0, seat_N, values_N) for values_N in (row_N, judge_N)
+    )
+    return Labels(row, slot, depth, judge, weight, opinion, judge_row, judge_column, num_chunks, num_labels)
 
 
 def _chunk_ends(number_N: Tensor, max_labels: int, max_judges: int) -> list[int]:

@@ -153,12 +153,9 @@ class FeatureStore:
                         whole[place] = part[row, start : start + int(lengths[one])].cpu()
                     start += int(lengths[one])
         assert flat is not None, "a file holds at least one conversation"
-        self._save(number, flat)
-
-    def _save(self, number: int, states: States) -> None:
         path = self._path(number)
         try:
-            write_whole(path, save(states._asdict()))
+            write_whole(path, save(flat._asdict()))
         except OSError as error:
             free = shutil.disk_usage(self.directory).free / GIB
             raise CapacityError(

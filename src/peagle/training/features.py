@@ -28,16 +28,11 @@ SMALL_TARGET_BYTES = 2**31
 
 
 class OnlineFeatures:
-    """Runs the target on each micro-batch. The next call overwrites the result.
+    """Runs the target on each micro-batch, compiled or as a CUDA graph. The next call overwrites the result."""
 
-    `compiles` and `captures` (a CUDA graph) default to what is fastest for the target and its device.
-    """
-
-    def __init__(self, target: HFTarget, *, compiles: bool | None = None, captures: bool | None = None) -> None:
-        compiles = target.device.type == "cuda" if compiles is None else compiles
+    def __init__(self, target: HFTarget, *, compiles: bool = False, captures: bool = False) -> None:
         self._packed = PackedTarget(target, functools.partial(compiled, dynamic=False) if compiles else None)
-        self._captures = (compiles and is_worth_capturing(target)) if captures is None else captures
-        self._captures = self._captures and self._packed.can_pack
+        self._captures = captures and self._packed.can_pack
         self._captured: dict[torch.Size, CapturedPass[PackedOutput]] = {}
 
     def prepare(self, batch: Batch) -> None:
@@ -110,11 +105,12 @@ def features_for(
     """
     compiles = is_compiled(config, target.device)
     if config.features == "online":
-        return OnlineFeatures(target, compiles=compiles, captures=False if world.shards_layers(config) else None)
+        captures = compiles and is_worth_capturing(target) and not world.shards_layers(config)
+        return OnlineFeatures(target, compiles=compiles, captures=captures)
     directory = config.features_directory or config.output / "features"
     store = FeatureStore(directory, target, conversations, config.max_length)
     source = CachedFeatures(target, store)
-    online = OnlineFeatures(target, compiles=compiles, captures=False)
+    online = OnlineFeatures(target, compiles=compiles)
 
     def states_of(text: Text) -> States:
         features = online(Text(*(tensor.to(target.device) for tensor in text)))

@@ -14,6 +14,7 @@ from peagle.checkpoint.card import TargetIdentity, read_card
 from peagle.checkpoint.layouts import weights_files
 from peagle.checkpoint.native import drafter_directory, load_drafter
 from peagle.config import from_mapping
+from peagle.data.config import differences
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.create import check_copies, config_for_target, create_drafter
 from peagle.drafter.model import Drafter
@@ -119,27 +120,15 @@ def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Dra
             f"cannot train from {directory}: it uses sliding-window attention ({drafter.config.sliding_window} tokens)",
             hint="such drafters can be served and exported but not trained; omit --from to start a new one",
         )
-    differing = [
-        f"{name} is {earlier!r} there, {wanted!r} in the settings"
-        for name, (earlier, wanted) in _shapes(drafter, config, target).items()
-        if earlier != wanted
-    ]
-    if differing:
+    names = ["method", "num_layers", "fc_norm", "norm_before_fc", "embeddings"]
+    names += ["norm_output"] if config.method == "eagle3" else []
+    # Unset settings take the drafter's.
+    names += [name for name in ("mask_token_id", "aux_layer_ids") if getattr(config, name) is not None]
+    wanted = {name: getattr(config, name) for name in names}
+    wanted["draft_vocab_size"] = config.draft_vocab_size or target.vocab_size
+    if differing := differences({name: getattr(drafter.config, name) for name in wanted}, wanted):
         raise ConfigError(
-            f"cannot train from {directory}: its shape differs: {'; '.join(differing)}",
+            f"cannot train from {directory}: its shape differs: {'; '.join(differing)} in the settings",
             hint="use that drafter's settings, or omit --from to start a new drafter",
         )
     return drafter
-
-
-def _shapes(drafter: Drafter, config: TrainConfig, target: HFTarget) -> dict[str, tuple[Any, Any]]:
-    """By setting: the drafter's value and the configured one. Unset settings take the drafter's."""
-    has = drafter.config
-    names = ["method", "num_layers", "fc_norm", "norm_before_fc", "embeddings"]
-    names += ["norm_output"] if config.method == "eagle3" else []
-    names += ["mask_token_id"] if config.mask_token_id is not None else []
-    pairs = {name: (getattr(has, name), getattr(config, name)) for name in names}
-    pairs["draft_vocab_size"] = (has.draft_vocab_size, config.draft_vocab_size or target.vocab_size)
-    if config.aux_layer_ids is not None:
-        pairs["aux_layer_ids"] = (list(has.aux_layer_ids), list(config.aux_layer_ids))
-    return pairs
