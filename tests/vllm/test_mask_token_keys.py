@@ -80,7 +80,7 @@ def test_serve_gives_vllm_a_key_it_reads(drafter, target, monkeypatch, tmp_path)
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path / "cache"))
     if "parallel_drafting" in json.loads((drafter / "config.json").read_text()):
         pytest.skip("it is converted first, which needs the token itself")
-    found = in_vllm_form(find_models(str(target), str(drafter)), Installed("0.32.0"), target=str(target))
+    found = in_vllm_form(find_models(str(target), str(drafter)), Installed("0.32.0"))
     assert found.drafter is not None and found.drafter.parallel
     values = json.loads(((tmp_path / found.drafter.model) / "config.json").read_text())
     is_read = any(key in values for key in (*KEYS, "dspark_noise_token_id", "dflash_config"))

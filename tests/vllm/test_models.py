@@ -67,14 +67,14 @@ def test_a_drafter_in_vllm_s_form_is_left_where_it_is(models):
     found = find_models(str(models / "target"), str(models / "full"))
     assert found.target == str(models / "target") and found.name == "target" and found.drafter_name == "full"
     assert found.acceptance == {"some": {"per_position": [0.5, 0.25]}}
-    assert in_vllm_form(found, NEW, target=str(models / "target")) == found
+    assert in_vllm_form(found, NEW) == found
 
 
 def test_a_compact_drafter_is_written_in_vllm_s_form_once_and_is_the_same(models, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
     caplog.set_level("INFO")
     found = find_models(str(models / "target"), str(models / "compact"))
-    converted = in_vllm_form(found, NEW, target=str(models / "target"))
+    converted = in_vllm_form(found, NEW)
     assert converted.drafter.model != found.drafter.model and str(tmp_path) in converted.drafter.model
     assert "without the embedding table" in caplog.text
     types = tensor_types(tmp_path / "vllm" / converted.drafter.model.rpartition("/")[2])
@@ -84,7 +84,7 @@ def test_a_compact_drafter_is_written_in_vllm_s_form_once_and_is_the_same(models
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name]), name
     caplog.clear()
-    assert in_vllm_form(found, NEW, target=str(models / "target")) == converted
+    assert in_vllm_form(found, NEW) == converted
     assert "writing the drafter" not in caplog.text
 
 
@@ -96,7 +96,7 @@ def own_target(models, tmp_path, monkeypatch):
 
     def form(**options):
         found = find_models(str(tmp_path / "target"), str(models / "compact"))
-        return in_vllm_form(found, NEW, target=str(tmp_path / "target"), **options).drafter.model
+        return in_vllm_form(found, NEW, **options).drafter.model
 
     return tmp_path / "target", form
 
@@ -166,9 +166,9 @@ def test_a_drafter_for_another_chat_template_is_refused_unless_allowed(models, t
             path.write_text(path.read_text().replace("role", "rolle"))
     found = find_models(str(tmp_path / "target"), str(models / "full"))
     with pytest.raises(CheckpointError) as caught:
-        in_vllm_form(found, NEW, target=str(tmp_path / "target"))
+        in_vllm_form(found, NEW)
     assert "another chat template" in str(caught.value) and "--allow-mismatch" in str(caught.value)
-    in_vllm_form(found, NEW, target=str(tmp_path / "target"), allow_mismatch=True)
+    in_vllm_form(found, NEW, allow_mismatch=True)
     assert "another chat template" in caplog.text
 
 

@@ -115,7 +115,7 @@ def _rope_values(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A drafter's config.json as it is written."""
+    """A config.json or card as it is written."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,7 +127,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not valid JSON: {error}", hint="it is corrupt; copy it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(
-            f"{path} must hold a JSON object, got {type(values).__name__}", hint="it is not a drafter's config"
+            f"{path} must hold a JSON object, got {type(values).__name__}", hint="it is not a model's config"
         )
     return values
 

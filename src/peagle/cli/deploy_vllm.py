@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     )
     may_mismatch = arguments.drafter.allow_mismatch
     settings = with_flags(settings, words)
-    settings = prepare(models, settings, vllm, {}, target=arguments.target, allow_mismatch=may_mismatch, here=False)
+    settings = prepare(models, settings, vllm, allow_mismatch=may_mismatch, here=False)
     image = arguments.image or f"vllm/vllm-openai:v{vllm.version}"
     texts = render(settings, vllm, Deployment(arguments.name, image, arguments.port))
     if arguments.output is None:

@@ -174,6 +174,7 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
     """Serve through vLLM; `words` are its own options."""
     from peagle.sagemaker.serving import SAGEMAKER_ROUTES
     from peagle.server.lifecycle import Lifecycle, serve
+    from peagle.vllm.form import prepare
     from peagle.vllm.models import find_models
     from peagle.vllm.process import VllmProcess, find_vllm, start
     from peagle.vllm.proxy import ProxyService, create_proxy_app
@@ -188,14 +189,9 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
         target, engine = arguments.target.target, arguments.engine
         wants_drafter = arguments.num_draft_tokens != 0
         models = find_models(target, drafter.drafter, wants_drafter=wants_drafter, max_length=engine.max_length)
-        return start(
-            process,
-            models,
-            vllm_settings(arguments, models, words),
-            target=target,
-            allow_mismatch=drafter.allow_mismatch,
-            max_waiting=engine.max_waiting,
-        )
+        given = vllm_settings(arguments, models, words)
+        prepared = prepare(models, given, interpreter.vllm, allow_mismatch=drafter.allow_mismatch)
+        return start(process, models, prepared, engine.max_waiting)
 
     lifecycle: Lifecycle[ProxyService] = Lifecycle(
         settings, load_vllm, lambda served: ProxyService(process, served, settings), process.end

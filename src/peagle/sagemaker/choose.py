@@ -152,7 +152,7 @@ def _models(name: str, serving: Serving, engine: Engine, tag: str) -> tuple[Mode
     if engine == "native":
         check_texts(files, models, serving.allow_mismatch)
         return models, target, read_directory("drafter", files)
-    models = in_vllm_form(models, vllm_release(tag), target=asked, allow_mismatch=serving.allow_mismatch)
+    models = in_vllm_form(models, vllm_release(tag), allow_mismatch=serving.allow_mismatch)
     if models.drafter is not None and Path(models.drafter.model).is_dir():
         files = Path(models.drafter.model)
     return models, target, read_directory("drafter", files)

@@ -16,6 +16,7 @@ from peagle.server.errors import SEE_DOCS, HttpError, as_bad_body, unsupported
 SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 MAX_STOPS = 64
 
 
@@ -164,12 +165,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -197,7 +197,7 @@ def command(settings: VllmSettings, vllm: Installed, environment: Mapping[str, s
     num_draft_tokens = resolve_num_draft_tokens(settings)
     drafter = settings.drafter if num_draft_tokens else None
     if drafter is not None:
-        check_drafter(settings, drafter, num_draft_tokens, vllm, environment or {})
+        check_drafter(settings, drafter, vllm, environment or {})
     max_batch = settings.max_batch or (CPU_MAX_BATCH if vllm.is_cpu else GPU_MAX_BATCH)
     flags = {"--served-model-name": settings.names, **_model_flags(settings, drafter)}
     flags |= _batch_flags(settings, drafter, num_draft_tokens, max_batch, vllm) | _parallel_flags(settings)
@@ -241,11 +241,7 @@ def check_combination(settings: VllmSettings, vllm: Installed, environment: Mapp
 
 
 def check_drafter(
-    settings: VllmSettings,
-    drafter: DrafterFacts,
-    num_draft_tokens: int,
-    vllm: Installed,
-    environment: Mapping[str, str],
+    settings: VllmSettings, drafter: DrafterFacts, vllm: Installed, environment: Mapping[str, str]
 ) -> None:
     """Refuse what vLLM cannot do with this drafter, or would do wrong silently."""
     if drafter.parallel is None:

@@ -2,18 +2,17 @@
 
 import hashlib
 import logging
+import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from peagle import __version__
-from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, vllm_mask_token_id
+from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, read_object, vllm_mask_token_id
 from peagle.checkpoint.layouts import CONFIG_NAME, WEIGHTS_NAME, tensor_types
 from peagle.errors import CheckpointError
-from peagle.targets.catalog import DEFAULT_TARGET
 from peagle.vllm.command import DrafterFacts, Installed, VllmSettings, check_combination
-from peagle.vllm.models import Models, card_values, facts_of, read_json
+from peagle.vllm.models import Models, card_values, facts_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ TARGET_SUFFIXES = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt")
 def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> str | None:
     """Why the drafter must be converted before vLLM can load it; None if it need not be."""
     names = tensor_types(directory)
-    values = read_json(directory / CONFIG_NAME)
+    values = read_object(directory / CONFIG_NAME)
     if names is None:
         return "its weights are not in safetensors"
     if "mask_embedding" in names:
@@ -48,7 +47,7 @@ def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> 
     return None
 
 
-def in_vllm_form(models: Models, vllm: Installed, *, target: str | None, allow_mismatch: bool = False) -> Models:
+def in_vllm_form(models: Models, vllm: Installed, *, allow_mismatch: bool = False) -> Models:
     """`models` with a drafter that vLLM can load: unchanged, or converted into the cache, once.
 
     Converting loads the target on the CPU, for its embedding table and to compare it with the drafter's card. The
@@ -66,14 +65,14 @@ def in_vllm_form(models: Models, vllm: Installed, *, target: str | None, allow_m
     if reason is None:
         check_texts(directory, models, allow_mismatch)
         return models
-    destination = _place(directory, models, target, allow_mismatch)
+    destination = _place(directory, models, allow_mismatch)
     if (destination / WEIGHTS_NAME).is_file():
         check_texts(directory, models, allow_mismatch)
         if destination.name.endswith(UNCHECKED):
             log.warning("%s was converted under --allow-mismatch: it may not fit the target", destination)
     else:
         log.info("converting the drafter for vLLM into %s: %s", destination, reason)
-        _write(directory, target, destination, allow_mismatch)
+        _write(directory, models, destination, allow_mismatch)
     converted = replace(
         facts_of(destination),
         trained_draft_tokens=facts.trained_draft_tokens,
@@ -83,35 +82,28 @@ def in_vllm_form(models: Models, vllm: Installed, *, target: str | None, allow_m
 
 
 def prepare(
-    models: Models,
-    settings: VllmSettings,
-    vllm: Installed,
-    environment: Mapping[str, str],
-    *,
-    target: str | None,
-    allow_mismatch: bool,
-    here: bool = True,
+    models: Models, settings: VllmSettings, vllm: Installed, *, allow_mismatch: bool, here: bool = True
 ) -> VllmSettings:
     """`settings` with a drafter that vLLM can load. Refuses what cannot work before it converts the drafter.
 
     If vLLM does not run `here`, a drafter on the hub is not fetched to be checked.
     """
-    check_combination(settings, vllm, environment)
+    check_combination(settings, vllm, os.environ if here else {})
     if settings.drafter is None or not (here or Path(settings.drafter.model).is_dir()):
         return settings
-    drafter = in_vllm_form(models, vllm, target=target, allow_mismatch=allow_mismatch).drafter
+    drafter = in_vllm_form(models, vllm, allow_mismatch=allow_mismatch).drafter
     assert drafter is not None
     return replace(settings, drafter=replace(drafter, parallel=settings.drafter.parallel))
 
 
-def _place(directory: Path, models: Models, target: str | None, allow_mismatch: bool) -> Path:
+def _place(directory: Path, models: Models, allow_mismatch: bool) -> Path:
     """The cache directory for this drafter and target.
 
     One converted under --allow-mismatch has another name, so that it is used only with that option.
     """
     from peagle.targets.load import cache_directory, find_target
 
-    target_directory = models.directory or find_target(target or DEFAULT_TARGET)
+    target_directory = models.directory or find_target(models.asked or models.target)
     key = _digest(directory, models.target, target_directory)
     compared = cache_directory() / "vllm" / f"{models.drafter_name}-{key}"
     if not allow_mismatch or (compared / WEIGHTS_NAME).is_file():
@@ -137,7 +129,7 @@ def _digest(directory: Path, target: str, target_directory: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _write(directory: Path, target_name: str | None, destination: Path, allow_mismatch: bool) -> None:
+def _write(directory: Path, models: Models, destination: Path, allow_mismatch: bool) -> None:
     import torch
 
     from peagle.checkpoint.card import card_of
@@ -146,7 +138,7 @@ def _write(directory: Path, target_name: str | None, destination: Path, allow_mi
     from peagle.targets.load import load_target
 
     is_float32 = "F32" in (tensor_types(directory) or {}).values()
-    target = load_target(target_name, dtype="float32" if is_float32 else "bfloat16", device="cpu")
+    target = load_target(models.asked, dtype="float32" if is_float32 else "bfloat16", device="cpu")
     drafter = load_drafter(directory, target, allow_mismatch=allow_mismatch)
     dtype, place = torch.float32 if is_float32 else torch.bfloat16, destination.parent
     try:

@@ -1,6 +1,5 @@
 """Find the target and the drafter that vLLM should load. `form.py` converts the drafter if needed."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoint.card import CARD_NAME
-from peagle.checkpoint.config_json import is_parallel, read_values, trained_draft_tokens
+from peagle.checkpoint.config_json import is_parallel, read_object, read_values, trained_draft_tokens
 from peagle.checkpoint.layouts import CONFIG_NAME, complete_directory, tensor_types, vllm_name
 from peagle.errors import CheckpointError, ConfigError, first_line
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, check_spelling, find
@@ -36,13 +35,15 @@ class Models:
     """the measurements on the drafter's card"""
     architecture: str | None = None
     """from the catalog"""
+    asked: str | None = None
+    """what the user calls the target; `target` may be a quantized copy of it"""
 
     @property
     def config(self) -> dict[str, Any]:
         """The target's config.json, with its text_config merged in; empty if it is not on this machine."""
         if self.directory is None or not (self.directory / CONFIG_NAME).is_file():
             return {}
-        values = read_json(self.directory / CONFIG_NAME)
+        values = read_object(self.directory / CONFIG_NAME)
         return values | (values.get("text_config") or {})
 
     @property
@@ -73,7 +74,7 @@ def find_models(
     entry = find(name)
     # A catalog name may mean a quantized copy; an id or a path means exactly itself.
     is_name = entry is not None and name.lower() == entry.name
-    models = _find_target(name, entry, is_name=is_name)
+    models = replace(_find_target(name, entry, is_name=is_name), asked=name)
     if entry is not None and entry.package is not None and not is_name:
         entry = None  # its drafters fit the weights in the package, not those on the hub
     if not wants_drafter:
@@ -184,17 +185,7 @@ def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="it is corrupt; copy it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
-
-
 def card_values(directory: Path) -> dict[str, Any]:
     """The drafter's card; empty if it has none."""
     path = directory / CARD_NAME
-    return read_json(path) if path.is_file() else {}
+    return read_object(path) if path.is_file() else {}

@@ -24,7 +24,6 @@ from pathlib import Path
 from peagle.errors import ConfigError, ServerError
 from peagle.vllm import guard
 from peagle.vllm.command import TESTED, Command, Installed, VllmSettings, command
-from peagle.vllm.form import prepare
 from peagle.vllm.models import Models
 from peagle.vllm.proxy_bodies import Served
 
@@ -232,18 +231,9 @@ class VllmProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def start(
-    process: VllmProcess,
-    models: Models,
-    settings: VllmSettings,
-    *,
-    target: str | None,
-    allow_mismatch: bool,
-    max_waiting: int | None,
-) -> Served:
+def start(process: VllmProcess, models: Models, settings: VllmSettings, max_waiting: int | None) -> Served:
     """Start the process and return when it is healthy. The caller ends it, also if this fails."""
     vllm = process.vllm
-    settings = prepare(models, settings, vllm, os.environ, target=target, allow_mismatch=allow_mismatch)
     made = command(settings, vllm, os.environ)
     log.info("starting vLLM %s: %s", vllm.version, shlex.join(made.words))
     process.start(made, os.environ)
