@@ -1,6 +1,5 @@
 """HTTP errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
-import json
 import logging
 from typing import Any
 
@@ -8,6 +7,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from peagle.errors import CapacityError, EngineDeadError, PeagleError, QueueFullError
+from peagle.server.sse import dumps
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class HttpError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        content = json.dumps(self.body(), ensure_ascii=False).encode("utf-8", "replace")
-        return Response(content, self.status, self.headers, media_type="application/json")
+        return Response(dumps(self.body()), self.status, self.headers, media_type="application/json")
 
 
 def unavailable(message: str, code: str) -> HttpError:

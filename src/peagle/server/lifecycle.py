@@ -18,17 +18,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import uvicorn
+from starlette.applications import Starlette
 
 from peagle.errors import ConfigError
 from peagle.server.backend import Backend
 from peagle.server.errors import HttpError, unavailable
 from peagle.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +45,7 @@ KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""
 BACKLOG = 2048
 
-
 S = TypeVar("S", bound=Backend)
-L = TypeVar("L")
 
 
 class Lifecycle(Generic[S]):
@@ -62,8 +58,8 @@ class Lifecycle(Generic[S]):
     def __init__(
         self,
         settings: ServerSettings,
-        load: Callable[[], L],
-        make: Callable[[L], S],
+        load: Callable[[], Any],
+        make: Callable[[Any], S],
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
@@ -74,9 +70,7 @@ class Lifecycle(Generic[S]):
         self.is_draining = False
         self.on_end: Callable[[], None] = lambda: None
         """called in the event loop when the drain is over"""
-        self._load: Callable[[], Any] = load
-        self._make: Callable[[Any], S] = make
-        self._cancel = cancel
+        self._load, self._make, self._cancel = load, make, cancel
         self._made: S | None = None
         """the service as soon as it exists, warm or not: closed at the end"""
         self._loader: threading.Thread | None = None
@@ -110,7 +104,7 @@ class Lifecycle(Generic[S]):
         return error
 
     @contextlib.asynccontextmanager
-    async def lifespan(self, _: "Starlette") -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that health checks are answered meanwhile. Close at the end."""
         self._loop = asyncio.get_running_loop()
         self._spawn(self._start())
@@ -181,7 +175,7 @@ class Lifecycle(Generic[S]):
 class Server(uvicorn.Server):
     """uvicorn, which drains on the first signal and stops on the second."""
 
-    def __init__(self, app: "Starlette", lifecycle: Lifecycle[Any]) -> None:
+    def __init__(self, app: Starlette, lifecycle: Lifecycle[Any]) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -228,7 +222,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def serve(app: "Starlette", lifecycle: Lifecycle[Any], listener: socket.socket) -> int:
+def serve(app: Starlette, lifecycle: Lifecycle[Any], listener: socket.socket) -> int:
     """Serve until a signal, and return the exit status."""
     server = Server(app, lifecycle)
     server.run(sockets=[listener])

@@ -18,27 +18,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle import __version__
-from peagle.errors import EngineDeadError, QueueFullError, ServerError, nearest
+from peagle.errors import EngineDeadError, QueueFullError, ServerError
 from peagle.server.app import ExtraRoute, Routes, app_with, read_json
 from peagle.server.auth import ApiKeys
 from peagle.server.backend import Backend
 from peagle.server.errors import HttpError, unavailable
 from peagle.server.lifecycle import Lifecycle
 from peagle.server.metrics import baseline_of
-from peagle.server.protocol import LABELS
 from peagle.server.settings import ServerSettings
 from peagle.server.sse import EventSplitter, dumps
 from peagle.server.streaming import EventStream, JsonResponse, unless_gone
 from peagle.vllm.process import VllmProcess
-from peagle.vllm.proxy_bodies import (
-    Served,
-    account,
-    as_error,
-    check_speculation,
-    num_choices,
-    request_fields,
-    rewritten,
-)
+from peagle.vllm.proxy_bodies import Served, account, as_error, checked, request_fields, rewritten
 from peagle.vllm.proxy_metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
@@ -161,28 +152,10 @@ class ProxyService(Backend):
 
     async def forward(self, path: str, data: Any, request: Request) -> Response:
         """vLLM's answer to a request body."""
-        body = self._checked(path, data)
+        body = checked(data, self.fields.get(path), self.served, self.settings.max_choices)
         if body.get("stream") is True:
             return EventStream(self._events(path, body, request), self.settings)
         return await unless_gone(request, self._whole(path, body, request), self.settings.request_seconds)
-
-    def _checked(self, path: str, data: Any) -> dict[str, Any]:
-        """The body to forward; refuses unknown fields by name."""
-        if not isinstance(data, dict):
-            raise HttpError(400, f"the body must be a JSON object, got {type(data).__name__}")
-        body = {name: value for name, value in data.items() if value is not None and name not in LABELS}
-        check_speculation(body.pop("speculation", None), self.served)
-        known = self.fields.get(path) or body.keys()
-        for name in (each for each in body if each not in known):
-            hint = nearest(name, known)
-            hint = hint if not hint.startswith("known") else f"{self.engine_name} does not have it"
-            message = f"unknown field {name[:100]!r}; {hint}"
-            raise HttpError(400, message, param=name[:100], code="unknown_parameter")
-        asked = num_choices(body)
-        if asked > self.settings.max_choices:
-            message = f"{asked} answers (prompts x n) exceed the limit of {self.settings.max_choices}"
-            raise HttpError(400, message, param="n")
-        return body
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from peagle.errors import nearest
 from peagle.server.errors import HttpError, as_bad_body, unsupported
-from peagle.server.protocol import Speculation
+from peagle.server.protocol import LABELS, Speculation
 from peagle.server.sse import data_of, dumps, event
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,26 @@ class Served:
     """requests that may wait in the queue; None: no limit"""
 
 
-def check_speculation(value: Any, served: Served) -> None:
+def checked(data: Any, known: frozenset[str] | None, served: Served, max_choices: int) -> dict[str, Any]:
+    """The body to forward. Refuses fields that are not `known`: vLLM's fields of the route, if it lists any."""
+    if not isinstance(data, dict):
+        raise HttpError(400, f"the body must be a JSON object, got {type(data).__name__}")
+    body = {name: value for name, value in data.items() if value is not None and name not in LABELS}
+    _check_speculation(body.pop("speculation", None), served)
+    for name in body:
+        if known and name not in known:
+            hint = nearest(name, known)
+            hint = hint if not hint.startswith("known") else f"{served.engine} does not have it"
+            raise HttpError(400, f"unknown field {name[:100]!r}; {hint}", param=name[:100], code="unknown_parameter")
+    prompt, n = body.get("prompt"), body.get("n")
+    num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    num_choices = num_prompts * (n if isinstance(n, int) else 1)
+    if num_choices > max_choices:
+        raise HttpError(400, f"{num_choices} answers (prompts x n) exceed the limit of {max_choices}", param="n")
+    return body
+
+
+def _check_speculation(value: Any, served: Served) -> None:
     """Refuse per-request speculation settings: vLLM has one setting for all requests."""
     if value is None:
         return
@@ -96,12 +116,6 @@ def as_error(status: int, content: bytes) -> HttpError:
         log.error("the engine failed a request with %d: %s", status, message)
         return HttpError(500, "the engine failed this request; see the server's log", code="engine_error")
     return HttpError(status, message, param=param)
-
-
-def num_choices(body: dict[str, Any]) -> int:
-    prompt, n = body.get("prompt"), body.get("n")
-    num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    return num_prompts * (n if isinstance(n, int) else 1)
 
 
 def rewritten(text: bytes, request: Request) -> bytes:

@@ -35,8 +35,7 @@ class ProxyMetrics(Metrics):
 
     def begin(self) -> None:
         """Start the window now, without the warm-up."""
-        while len(self.samples) > 1:
-            self.samples.popleft()
+        self.samples = deque([self.samples[-1]])
 
     def take(self, text: str, now: float | None = None) -> None:
         """Read vLLM's counters from its metrics text."""
