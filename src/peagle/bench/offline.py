@@ -4,6 +4,7 @@ Each cell is a closed loop: `concurrency` requests are in flight, and when one f
 the timed run, the same number of short requests warm up the engine and time its steady-state step.
 """
 
+import contextlib
 import logging
 import statistics
 import time
@@ -218,22 +219,18 @@ def sweep(
 
     for wanted, group in groupby(cells, key=lambda cell: (cell.method, cell.num_draft_tokens)):
         llm = None
-        try:
+        with contextlib.ExitStack() as opened:
             for cell in group:
                 try:
-                    llm = llm or make_llm(*wanted)
+                    llm = llm or opened.enter_context(contextlib.closing(make_llm(*wanted)))
                     num = num_requests[cell.concurrency]
                     result = run_cell(llm, cell, prompts, params, num, device=device, clock=clock)
                 except (PeagleError, MemoryError, torch.OutOfMemoryError) as error:
                     result = CellResult(cell, failure=reason_of(error))
-                    if llm is not None:
-                        llm.close()
+                    opened.close()
                     llm = None  # after running out of memory an engine's state is unknown
                 results.append(result)
                 on_cell(result)
-        finally:
-            if llm is not None:
-                llm.close()
 
 
 def reason_of(error: BaseException) -> str:

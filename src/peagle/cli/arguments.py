@@ -16,6 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Str
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts, workload_name
 from peagle.errors import ConfigError, PeagleError
+from peagle.server.settings import keys_in
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -86,22 +87,12 @@ class KeyArguments:
 
     def read(self) -> str | None:
         """The key from the file, else from the environment, else None."""
-        if self.api_key_file is None:
-            return _header_safe(os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE) or None
-        try:
-            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the API key in {self.api_key_file}: {error}") from error
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
-            raise ConfigError(f"{self.api_key_file} has no API key", hint="write it on the first line")
-        return _header_safe(keys[0], str(self.api_key_file))
-
-
-def _header_safe(key: str, source: str) -> str:
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"the API key in {source} has characters that are not allowed in an HTTP header")
-    return key
+        file = self.api_key_file
+        key = os.environ.get(KEY_VARIABLE, "").strip() if file is None else keys_in(file)[0]
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            source = file or KEY_VARIABLE
+            raise ConfigError(f"the API key in {source} has characters that are not allowed in an HTTP header")
+        return key or None
 
 
 def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:

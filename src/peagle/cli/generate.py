@@ -64,10 +64,6 @@ class SamplingArguments:
     num_draft_tokens: int | None = None
     """draft tokens per step; 0: plain decoding; default: what pays on this machine"""
 
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(**asdict(self))
-
 
 @dataclass(frozen=True)
 class Arguments:
@@ -114,7 +110,7 @@ class Run:
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "generate", argv)
     check(arguments)
-    params = arguments.sampling.params
+    params = SamplingParams(**asdict(arguments.sampling))
     num_draft_tokens = params.num_draft_tokens
     with Console(stderr=True).status("loading target and drafter (the first run also converts the target)"):
         target = arguments.target.load()

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from peagle.errors import ConfigError
 from peagle.server.errors import HttpError
-from peagle.server.settings import KEYS_VARIABLE
+from peagle.server.settings import KEYS_VARIABLE, keys_in
 
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
@@ -36,17 +35,10 @@ class ApiKeys:
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str], more: Iterable[str] = ()) -> ApiKeys:
-    """Keys of a file, one a line (`#` begins a comment), of the environment, and given ones."""
+    """Keys of a file, of the environment, and given ones."""
     keys = [*re.split(r"[\s,]+", environment.get(KEYS_VARIABLE, "")), *more]
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the API keys in {file} cannot be read: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
-            raise ConfigError(f"{file} has no API key", hint="write one a line, or leave --api-key-file out")
-        keys += found
+        keys += keys_in(file)
     return ApiKeys(key for key in keys if key)
 
 

@@ -54,3 +54,15 @@ class ServerSettings(ServerOptions):
     """a stream that is silent for this long gets a comment, so that proxies keep it open"""
     log_format: Literal["auto", "text", "json"] = "auto"
     """format of the request log; auto: text on a terminal, JSON otherwise"""
+
+
+def keys_in(file: Path) -> list[str]:
+    """The API keys of a file, one a line; `#` begins a comment."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the API keys in {file} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ConfigError(f"{file} has no API key", hint="write one a line, or leave --api-key-file out")
+    return keys
