@@ -38,9 +38,7 @@ def root_of(url: str) -> str:
     'http://localhost:8000'
     """
     given, url = url, url if "://" in url else f"http://{url}"
-    url = url.rstrip("/")
-    for end in ("/metrics", "/v1"):
-        url = url.removesuffix(end)
+    url = url.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     parts = urlsplit(url)
     try:
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

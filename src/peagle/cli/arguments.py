@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -78,6 +78,14 @@ class DrafterArguments:
         return load_drafter(self.drafter, target, allow_mismatch=self.allow_mismatch)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """Base of the commands that take a target and a drafter."""
+
+    target: TargetArguments = field(default_factory=TargetArguments)
+    drafter: DrafterArguments = field(default_factory=DrafterArguments)
+
+
 @dataclass(frozen=True)
 class KeyArguments:
     """Authentication. Set PEAGLE_API_KEY or pass a file: other users can read the command line."""
@@ -129,13 +137,13 @@ class WorkloadArguments:
     limit: int | None = None
     """use only the first N prompts of each file"""
     num_requests: int | None = None
-    """requests per row of the report; default: each prompt once, and at least 8 x concurrency above 1"""
+    """requests per measurement; default: each prompt once, and at least 8 x concurrency above 1"""
     max_tokens: int = 256
     """most tokens per answer"""
     temperature: float = 0.0
     """0 is greedy"""
     seed: int = 0
-    """random seed"""
+    """random seed of sampling and arrivals"""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "limit", "num_requests", "max_tokens")

@@ -13,15 +13,7 @@ from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.offline import cells_of, default_num_requests, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.report import check_plot, document_of, facts_of, plot, print_document, tables
-from peagle.cli.arguments import (
-    DrafterArguments,
-    Names,
-    Numbers,
-    TargetArguments,
-    WorkloadArguments,
-    accelerator,
-    parse,
-)
+from peagle.cli.arguments import ModelArguments, Names, Numbers, WorkloadArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
 from peagle.errors import CheckpointError, ConfigError, nearest
@@ -36,7 +28,7 @@ DEFAULT_METHODS = (PLAIN, "p-eagle")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     methods: Names = DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: Numbers | None = None
@@ -54,8 +46,6 @@ class Arguments:
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
     @property
     def params(self) -> SamplingParams:

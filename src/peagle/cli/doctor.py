@@ -7,7 +7,7 @@ cause.
 
 import json
 import platform
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from peagle import __version__
 from peagle.bench.report import make_table
-from peagle.cli.arguments import DrafterArguments, TargetArguments, parse, with_positional
+from peagle.cli.arguments import ModelArguments, parse, with_positional
 from peagle.cli.progress import progress_bar
 from peagle.data.prompts import read_prompts
 from peagle.errors import CheckpointError, ConfigError
@@ -34,7 +34,7 @@ STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """a drafter directory to check against the target; the same as --drafter"""
     engine: Literal["native", "vllm"] = "native"
@@ -45,8 +45,6 @@ class Arguments:
     """measure acceptance on the first 16 prompts of this file instead of the gate's, for which the card has figures"""
     json: bool = False
     """print one JSON document instead of tables"""
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

@@ -5,11 +5,11 @@ change; `peagle generate --compare` shows one prompt side by side. Prompt files 
 MT-Bench and Spec-Bench, HumanEval, GSM8K, OpenAI messages, ShareGPT, or {"prompt": ...}.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.bench.report import make_table, print_document
-from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse
+from peagle.cli.arguments import ModelArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import read_prompts, workload_name
@@ -19,7 +19,7 @@ from peagle.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     prompts: Path | None = None
     """prompt file; default: 40 mixed prompts that ship with peagle"""
     limit: int | None = None
@@ -34,8 +34,6 @@ class Arguments:
     """write the result to the drafter's card, as the baseline of the server's drift alarm"""
     json: bool = False
     """print one JSON document instead of a table"""
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

@@ -7,13 +7,13 @@ that library's, which names its target, so that `vllm serve DIR` needs no more o
 import json
 import logging
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse, with_positional
+from peagle.cli.arguments import ModelArguments, accelerator, parse, with_positional
 from peagle.errors import ConfigError
 from peagle.vllm.command import RUNNER_VARIABLE
 
@@ -27,15 +27,13 @@ Layout = Literal["vllm", "speculators"]
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     output: Path
     """directory to write, new or empty"""
     directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """the drafter; the same as --drafter"""
     to: Layout = "vllm"
     """layout to write"""
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

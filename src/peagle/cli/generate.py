@@ -18,7 +18,7 @@ from rich.text import Text
 
 from peagle.bench.cells import rounded
 from peagle.bench.report import make_table, number
-from peagle.cli.arguments import DrafterArguments, TargetArguments, parse
+from peagle.cli.arguments import ModelArguments, parse
 from peagle.compare.divergence import Divergence, first_divergence
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class SamplingArguments:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """what to ask"""
     compare: bool = False
@@ -78,8 +78,6 @@ class Arguments:
     json: bool = False
     """print one JSON document instead of text and table"""
     sampling: SamplingArguments = field(default_factory=SamplingArguments)
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 @dataclass

@@ -6,14 +6,14 @@ prompt side by side.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from peagle.bench.report import check_output
-from peagle.cli.arguments import DrafterArguments, TargetArguments, accelerator, parse, with_positional
+from peagle.cli.arguments import ModelArguments, accelerator, parse, with_positional
 from peagle.cli.progress import progress_bar
 from peagle.compare.lossless import Settings, examine
 from peagle.compare.lossless_report import document_of, markdown_of
@@ -32,7 +32,7 @@ OWN_PROMPTS = "those that ship with peagle"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target; the same as --target"""
     output: Path | None = None
@@ -53,8 +53,6 @@ class Arguments:
     """answers drawn per prompt of the distribution test, which uses the first two prompts"""
     json: bool = False
     """print one JSON document instead of Markdown"""
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments, parse, with_positional
+from peagle.cli.arguments import ModelArguments, parse, with_positional
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
@@ -48,15 +48,13 @@ class VllmOptions(Parallelism):
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target to serve; same as --target"""
     num_draft_tokens: int | None = None
     """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers or a measurement recommend"""
     engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
     """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
-    target: TargetArguments = field(default_factory=TargetArguments)
-    drafter: DrafterArguments = field(default_factory=DrafterArguments)
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = DEFAULT_ENGINE
     vllm: VllmOptions = field(default_factory=VllmOptions)
