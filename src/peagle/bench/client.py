@@ -115,7 +115,7 @@ class Question:
     temperature: float
     ignore_eos: bool
     seed: int
-    seconds: float
+    seconds: float = 600.0
     """timeout of a request"""
     more: Mapping[str, Any] = field(default_factory=dict)
     """extra fields of every body"""

@@ -16,6 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Str
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts, workload_name
 from peagle.errors import ConfigError, PeagleError
+from peagle.sampling_params import SamplingParams
 from peagle.server.settings import keys_in
 
 if TYPE_CHECKING:
@@ -151,6 +152,10 @@ class WorkloadArguments:
 
     def read(self) -> list[Prompt]:
         return [prompt for path in self.prompts or () for prompt in read_prompts(path, limit=self.limit)]
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
 
     @property
     def name(self) -> str:

@@ -47,11 +47,6 @@ class Arguments(ModelArguments):
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
 
-    @property
-    def params(self) -> SamplingParams:
-        workload = self.workload
-        return SamplingParams(max_tokens=workload.max_tokens, temperature=workload.temperature, seed=workload.seed)
-
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["serve"]:
@@ -133,7 +128,7 @@ def _check_dummy(arguments: Arguments) -> None:
 
 def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it."""
-    params, prompts = arguments.params, arguments.workload.read()
+    params, prompts = arguments.workload.params, arguments.workload.read()
     if "p-eagle" in arguments.methods:
         arguments.drafter.check(arguments.target)
     target = arguments.target.load()
@@ -154,7 +149,7 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     from peagle.bench.bandwidth import bandwidth_report, dummy_target, measure_bandwidth, random_prompts
 
     assert arguments.dummy is not None
-    params = replace(arguments.params, ignore_eos=True)
+    params = replace(arguments.workload.params, ignore_eos=True)
     target = dummy_target(arguments.dummy, dtype=arguments.target.dtype, device=arguments.target.device)
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
     bandwidth = measure_bandwidth(target.device)

@@ -24,7 +24,6 @@ from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError
 
 DEFAULT_CONCURRENCY = (1, 8, 32)
-TIMEOUT_SECONDS = 600.0
 
 
 def read_rate(word: str) -> float:
@@ -81,8 +80,7 @@ def main(argv: list[str]) -> int:
         workload.temperature,
         arguments.ignore_eos,
         workload.seed,
-        TIMEOUT_SECONDS,
-        more,
+        more=more,
     )
     model, interrupt = run(arguments, root, question, prompts, results)
     if interrupt is not None and not results:

@@ -16,7 +16,9 @@ TRAINED_STYLE, READ_STYLE = "bold green", "dim"
 def show(document: dict[str, Any], console: Console) -> None:
     """Print an inspection report. Without colors, brackets mark the trained part of examples."""
     console.print(make_table(document["path"], ("measure", "value"), _fact_rows(document).items()))
-    console.print(_bars("conversation length in tokens", _length_rows(document)))
+    spans = [(span["from"], span["below"] - 1, span["count"]) for span in document["length_histogram"]]
+    rows = [(str(first) if first == last else f"{first} to {last}", count) for first, last, count in spans]
+    console.print(_bars("conversation length in tokens", rows))
     if document["top_tokens"]:
         rows = [(repr(token["text"]), token["count"]) for token in document["top_tokens"]]
         console.print(_bars("most frequent trained tokens", rows))
@@ -54,11 +56,6 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
     if document["num_without_answer"]:
         rows["without an answer"] = f"{document['num_without_answer']:,}"
     return rows
-
-
-def _length_rows(document: dict[str, Any]) -> list[tuple[str, int]]:
-    spans = [(span["from"], span["below"] - 1, span["count"]) for span in document["length_histogram"]]
-    return [(str(first) if first == last else f"{first} to {last}", count) for first, last, count in spans]
 
 
 def _bars(title: str, rows: list[tuple[str, int]]) -> Table:
