@@ -221,7 +221,7 @@ def read_config(
 
 def _flatten(values: dict[str, Any]) -> dict[str, Any]:
     """All keys on one level: eagle_config and the layer config of the speculators form are merged in."""
-    values = present(values)
+    values = _present(values)
     kind = values.get("speculators_model_type")
     if kind is not None:
         if kind not in ("peagle", "eagle3"):
@@ -242,10 +242,10 @@ def _speculators_defaults(values: dict[str, Any], kind: str) -> dict[str, Any]:
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
         raise ConfigError(f"proposal_methods must be a list of objects, got {methods!r}")
     num_draft_tokens = methods[0].get("speculative_tokens")
-    return present({"norm_before_residual": kind == "eagle3", "num_draft_tokens": num_draft_tokens})
+    return _present({"norm_before_residual": kind == "eagle3", "num_draft_tokens": num_draft_tokens})
 
 
-def present(values: dict[str, Any]) -> dict[str, Any]:
+def _present(values: dict[str, Any]) -> dict[str, Any]:
     """Drop keys that hold null, which means "not set"."""
     return {key: value for key, value in values.items() if value is not None}
 
@@ -254,7 +254,7 @@ def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = values.get(key, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{key} must be an object, got {found!r}")
-    return present(found)
+    return _present(found)
 
 
 def _check_supported(values: dict[str, Any]) -> None:

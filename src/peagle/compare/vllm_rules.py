@@ -28,7 +28,6 @@ from peagle.checkpoint.config_json import (
     VLLM_ARCHITECTURES,
     VLLM_MASK_TOKEN_KEYS,
     plain_settings,
-    present,
     rope_parameters,
     vllm_mask_token_id,
 )
@@ -48,6 +47,8 @@ LAYER_TENSOR = re.compile(
     r"|mlp\.(?:gate|up|down)_proj\.weight|(?:input|post_attention)_layernorm\.weight|hidden_norm\.weight)"
 )
 TOP_TENSORS = {"embed_tokens.weight", "fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
+NEVER_NULL = {"max_position_embeddings", "rms_norm_eps"}
+"""Keys at whose null vLLM fails; elsewhere null means "not set"."""
 
 
 def read_as_vllm(files: Files, target: "HFTarget", *, parallel: bool) -> Reading:
@@ -55,7 +56,7 @@ def read_as_vllm(files: Files, target: "HFTarget", *, parallel: bool) -> Reading
 
     `parallel` is `parallel_drafting` of the speculative config.
     """
-    values = _vllm_values(present(files.config))
+    values = _vllm_values(files.config)
     tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in files.tensors.items()}
     _check_architecture(values)
     _check_names(tensors, values)
@@ -79,8 +80,8 @@ def _vllm_values(values: dict[str, Any]) -> dict[str, Any]:
     inner = values.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise Difference("transformer_layer_config is missing", "vLLM takes the layers' sizes from it")
-    taken = present(inner) | {key: values[key] for key in ("target_hidden_size", AUX_KEY) if values.get(key)}
-    taken["draft_vocab_size"] = values.get("draft_vocab_size", inner.get("vocab_size"))
+    taken = inner | {key: values[key] for key in ("target_hidden_size", AUX_KEY) if values.get(key)}
+    taken["draft_vocab_size"] = values.get("draft_vocab_size")
     taken["norm_before_residual"] = values.get("norm_before_residual", kind == "eagle3")
     taken["norm_before_fc"] = values.get("norm_before_fc", False)
     if kind == "eagle3":
@@ -124,7 +125,8 @@ def _check_names(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
 
 def _config(values: dict[str, Any], tensors: dict[str, Tensor], target: "HFTarget", parallel: bool) -> DrafterConfig:
     eagle = values.get("eagle_config") or {}
-    values = values | {"norm_before_fc": eagle.get("norm_before_fc", values.get("norm_before_fc", False))}
+    values = {key: value for key, value in values.items() if value is not None or key in NEVER_NULL}
+    values["norm_before_fc"] = eagle.get("norm_before_fc", values.get("norm_before_fc", False))
     try:
         sliding = [kind == "sliding_attention" for kind in values.get("layer_types") or ()]
         layers = tuple(index for index, is_sliding in enumerate(sliding) if is_sliding)
