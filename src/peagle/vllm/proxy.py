@@ -69,9 +69,9 @@ class ProxyService(Backend):
         self._watcher: asyncio.Task[None] | None = None
 
     async def warm_up(self) -> None:
-        listed = await self._get_json("/v1/models")
-        self.max_length = next((each.get("max_model_len") for each in listed.get("data", [])), None)
-        self.fields = request_fields(await self._get_json("/openapi.json"))
+        listed, document = await self._get("/v1/models"), await self._get("/openapi.json")
+        self.max_length = listed.json()["data"][0].get("max_model_len") if listed else None
+        self.fields = request_fields(document.json()) if document else {}
         body = {"prompt": [0], "max_tokens": WARMUP_TOKENS, "temperature": 0, "ignore_eos": True}
         try:
             response = await self._client.post(
@@ -90,12 +90,13 @@ class ProxyService(Backend):
         self.metrics.begin()
         self._watcher = asyncio.create_task(self._watch())
 
-    async def _get_json(self, path: str) -> dict[str, Any]:
-        try:
-            found = (await self._client.get(path, timeout=SCRAPE_SECONDS)).json()
-        except (httpx.HTTPError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+    async def _get(self, path: str, seconds: float = SCRAPE_SECONDS) -> httpx.Response | None:
+        """vLLM's response; None if it has none or reports an error."""
+        with contextlib.suppress(httpx.HTTPError):
+            response = await self._client.get(path, timeout=seconds)
+            if response.status_code == 200:
+                return response
+        return None
 
     async def _watch(self) -> None:
         """Notice when the process ends or stops answering."""
@@ -105,11 +106,7 @@ class ProxyService(Backend):
             if time.monotonic() < next_check or self.child.returncode is not None:
                 continue
             next_check = time.monotonic() + HEALTH_SECONDS
-            try:
-                response = await self._client.get("/health", timeout=2 * HEALTH_SECONDS)
-                num_failures = 0 if response.status_code == 200 else num_failures + 1
-            except httpx.HTTPError:
-                num_failures += 1
+            num_failures = 0 if await self._get("/health", 2 * HEALTH_SECONDS) else num_failures + 1
             is_healthy = num_failures < HEALTH_FAILURES
             if is_healthy != self._is_healthy:
                 level, what = (logging.INFO, "passes again") if is_healthy else (logging.ERROR, "fails")
@@ -143,12 +140,8 @@ class ProxyService(Backend):
         await asyncio.to_thread(self.child.end)
 
     async def metrics_text(self) -> bytes:
-        upstream = ""
-        if self.child.returncode is None:
-            with contextlib.suppress(httpx.HTTPError):
-                response = await self._client.get("/metrics", timeout=SCRAPE_SECONDS)
-                upstream = response.text if response.status_code == 200 else ""
-        return self.metrics.text(upstream)
+        response = await self._get("/metrics") if self.child.returncode is None else None
+        return self.metrics.text(response.text if response else "")
 
     async def forward(self, path: str, data: Any, request: Request) -> Response:
         """vLLM's answer to a request body."""
