@@ -162,7 +162,7 @@ def once_a_process(method: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session", autouse=True)
 def _endpoints_are_polled_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peagle.sagemaker.run.POLL_SECONDS", 0.01)
+        patch.setattr("peagle.sagemaker.run.POLL_SECONDS", 0.001)
         yield
 
 

@@ -198,7 +198,7 @@ def test_rolling_keeps_to_sagemakers_rules():
 def test_images_and_instances():
     assert vllm_image("us-west-2").startswith("763104351884.dkr.ecr.us-west-2.amazonaws.com/vllm:")
     assert vllm_image("cn-north-1").startswith("727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/vllm:")
-    assert read_image(vllm_image("eu-south-1"), "eu-south-1").registry == "692866216735"
+    assert read_image(vllm_image("eu-south-1"), "eu-south-1")["registry"] == "692866216735"
     with pytest.raises(ConfigError, match="--image is in us-west-2, but the endpoint is in us-east-1"):
         read_image(vllm_image("us-west-2"), "us-east-1")
     with pytest.raises(ConfigError, match="only pulls images from Amazon ECR"):

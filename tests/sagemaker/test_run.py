@@ -40,7 +40,7 @@ def deployment(tmp_path: Path, **changes: object) -> Deployment:
 
 
 def operator(aws: Aws) -> Operator:
-    return Operator(aws, "chat", poll_seconds=0.001)
+    return Operator(aws, "chat")
 
 
 def expected(made: Deployment) -> dict:
@@ -189,13 +189,13 @@ def test_other_deployments_keep_what_is_theirs(cloud, aws, tmp_path):
     made = deployment(tmp_path)
     other = replace(made, name="chat-two", max_instances=None)
     operator(aws).deploy(made)
-    Operator(aws, "chat-two", poll_seconds=0.001).deploy(other)
+    Operator(aws, "chat-two").deploy(other)
     operator(aws).delete(look(aws, "chat"))
     state = cloud.state()
     assert state["models"] == [other.model_name] and state["configs"] == [other.config_name]
     assert [name for name, *_ in state["endpoints"]] == ["chat-two"]
     assert len(state["objects"]) == 2 and state["buckets"] == [BUCKET], "the bucket is still used"
-    Operator(aws, "chat-two", poll_seconds=0.001).delete(look(aws, "chat-two"))
+    Operator(aws, "chat-two").delete(look(aws, "chat-two"))
     assert cloud.state() == NOTHING
 
 
@@ -423,10 +423,12 @@ def test_an_update_needs_an_endpoint_that_is_at_rest(cloud, aws, tmp_path):
         operator(aws).update(replace(made, image=f"{IMAGE}:2"), Rolling())
 
 
-def test_a_wait_that_takes_too_long_can_be_gone_on_with(cloud, aws, tmp_path):
+def test_a_wait_that_takes_too_long_can_be_gone_on_with(cloud, aws, tmp_path, monkeypatch):
     made = deployment(tmp_path)
-    with pytest.raises(DeployError, match="is still Creating after 0 minutes") as caught:
-        Operator(aws, "chat", poll_seconds=0.001, limit_seconds=0).deploy(made)
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.sagemaker.run.LIMIT_SECONDS", 0)
+        with pytest.raises(DeployError, match="is still Creating after 0 minutes") as caught:
+            operator(aws).deploy(made)
     assert "rerun the command to keep waiting" in str(caught.value)
     operator(aws).deploy(made)
     assert cloud.state() == expected(made)

@@ -146,7 +146,7 @@ def test_held_out_rows_are_greedy_spread_over_the_data_and_never_trained_on(targ
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([0, 0.7, 0, 1.0] * 20))
     text = read_text(target, settings(data, num_held_out=3), World())
     assert len(text.held_out) == 3 and len(text.conversations) == 77 == text.facts["num_conversations"]
-    assert text.num_answer_tokens == 77 * 15
+    assert text.facts["num_answer_tokens"] == 77 * 15
     every = read_text(target, settings(data, num_held_out=0), World())
     assert len(every.conversations) == 80 and every.held_out == () and "held_out" not in every.facts
     place = {row.token_ids.tobytes(): index for index, row in enumerate(every.conversations)}

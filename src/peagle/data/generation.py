@@ -40,17 +40,11 @@ class Generator(contextlib.AbstractContextManager["Generator"]):
     """An engine without drafts, for large batches where drafting does not pay. Holds the target while it is open."""
 
     def __init__(
-        self,
-        target: HFTarget,
-        *,
-        max_length: int,
-        max_batch: int | None = None,
-        progress: RunProgress | None = None,
-        **settings: Any,
+        self, target: HFTarget, *, max_length: int, max_batch: int | None = None, progress: RunProgress | None = None
     ) -> None:
         if max_batch is None and target.device.type == "cuda":
             max_batch = GPU_BATCH
-        config = EngineConfig(max_batch=max_batch, max_length=max_length, **settings)
+        config = EngineConfig(max_batch=max_batch, max_length=max_length)
         self.target = target
         self.engine = Engine(target, None, 0, config, (progress or RunProgress()).engine_starting)
         max_batch = self.engine.scheduler.config.max_batch

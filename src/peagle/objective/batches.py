@@ -23,7 +23,6 @@ from peagle.data.conversations import Conversation
 from peagle.drafter.slots import Slots
 from peagle.objective.cod import max_depths, max_num_slots, sample_depths
 from peagle.objective.config import TrainConfig
-from peagle.objective.labels import LABEL_CHUNK as LABEL_CHUNK
 from peagle.objective.labels import ChunkShape, Labels, list_labels
 from peagle.objective.packing import Packing
 from peagle.objective.partition import Segment, partition

@@ -94,8 +94,8 @@ def check_quota(aws: Aws, deployment: Deployment) -> None:
 
 def check_image(aws: Aws, deployment: Deployment) -> None:
     image = read_image(deployment.image, deployment.region)
-    wanted = {"imageDigest": image.digest} if image.digest else {"imageTag": image.tag}
-    place: dict[str, Any] = {"registryId": image.registry, "repositoryName": image.repository}
+    wanted = {"imageDigest": image["digest"]} if image["digest"] else {"imageTag": image["tag"]}
+    place: dict[str, Any] = {"registryId": image["registry"], "repositoryName": image["repository"]}
     answer = aws.find("ecr", "batch_get_image", imageIds=[wanted], **place)
     if answer is None or not answer.get("images"):
         raise ConfigError(f"no image {deployment.image}", hint="check --image, or push the image first")

@@ -73,7 +73,7 @@ def choose(
     gpus = num_gpus(instance)
     given = read_pairs("--env", serving.env)
     engine, image = _engine_and_image(region, serving, instance, gpus)
-    tag = vllm_tag(read_image(image, region).tag, is_aws=serving.image is None or "/" not in serving.image)
+    tag = vllm_tag(read_image(image, region)["tag"], is_aws=serving.image is None or "/" not in serving.image)
     models, target, drafter = _models(name, serving, engine, tag)
     _check_isolation(host, models, target, drafter)
     settings = _settings(name, serving, models, target, drafter, _tensor_parallel(given, engine, gpus))

@@ -1,7 +1,6 @@
 """Facts about AWS's vLLM containers and instance types that no API call returns."""
 
 import re
-from dataclasses import dataclass
 
 from peagle.errors import ConfigError
 from peagle.vllm.command import Installed
@@ -62,17 +61,6 @@ _ECR = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Image:
-    """Parts of an ECR image address."""
-
-    registry: str
-    region: str
-    repository: str
-    tag: str | None
-    digest: str | None
-
-
 def vllm_image(region: str, tag: str = VLLM_TAG) -> str:
     """Address of AWS's vLLM container.
 
@@ -117,25 +105,24 @@ def reads_lists(tag: str) -> bool:
     return match is not None and (int(match[1]), int(match[2])) >= FIRST_WITH_LISTS
 
 
-def read_image(address: str, region: str) -> Image:
-    """Parse an image address. SageMaker pulls only from ECR, in the endpoint's region."""
+def read_image(address: str, region: str) -> dict[str, str | None]:
+    """The parts of an image address, named as in `_ECR`. SageMaker pulls only from ECR in the endpoint's region."""
     match = _ECR.fullmatch(address)
     if match is None:
         raise ConfigError(
             f"--image {address}: SageMaker only pulls images from Amazon ECR",
             hint=f"push it there: ACCOUNT.dkr.ecr.{region}.amazonaws.com/NAME:TAG",
         )
-    image = Image(**match.groupdict())
-    if image.region != region:
+    if match["region"] != region:
         raise ConfigError(
-            f"--image is in {image.region}, but the endpoint is in {region}",
-            hint=f"push it to {region}, or deploy with --region {image.region}",
+            f"--image is in {match['region']}, but the endpoint is in {region}",
+            hint=f"push it to {region}, or deploy with --region {match['region']}",
         )
-    if image.tag is None and image.digest is None:
+    if match["tag"] is None and match["digest"] is None:
         raise ConfigError(
             f"--image {address} has neither a tag nor a digest", hint="add one: the deployed version must be fixed"
         )
-    return image
+    return match.groupdict()
 
 
 def num_gpus(instance: str) -> int | None:

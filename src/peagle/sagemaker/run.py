@@ -28,18 +28,8 @@ MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack")
 class Operator:
     """Creates, updates and removes one deployment. `show` displays the progress of uploads and waits."""
 
-    def __init__(
-        self,
-        aws: Aws,
-        name: str,
-        *,
-        poll_seconds: float | None = None,
-        limit_seconds: float = LIMIT_SECONDS,
-        show: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, aws: Aws, name: str, show: Callable[[str], None] = lambda text: None) -> None:
         self._aws, self._name = aws, name
-        self._poll_seconds = POLL_SECONDS if poll_seconds is None else poll_seconds
-        self._limit_seconds = limit_seconds
         self._show, self._num_bytes = show, 0
         self._stored: dict[str, int] | None = None
 
@@ -232,12 +222,12 @@ class Operator:
                 log.info("endpoint %s: %s", self._name, status)
                 last = status
             self._show(f"{status} for {seconds / 60:.1f} min")
-            if seconds > self._limit_seconds:
+            if seconds > LIMIT_SECONDS:
                 raise DeployError(
                     f"the endpoint {self._name} is still {status} after {seconds / 60:.0f} minutes",
                     hint="rerun the command to keep waiting",
                 )
-            time.sleep(min(self._poll_seconds * (1 + seconds / 16), MAX_POLL_SECONDS))
+            time.sleep(min(POLL_SECONDS * (1 + seconds / 16), MAX_POLL_SECONDS))
 
     def _delete_endpoint(self, call: Call) -> None:
         """Delete the endpoint; if SageMaker refuses because it is changing, wait and retry."""
@@ -289,7 +279,7 @@ def operating(aws: Aws, name: str) -> Iterator[Operator]:
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True) as progress:
         task = progress.add_task(f"{name}: starting")
         try:
-            yield Operator(aws, name, show=lambda text: progress.update(task, description=f"{name}: {text}"))
+            yield Operator(aws, name, lambda text: progress.update(task, description=f"{name}: {text}"))
         except KeyboardInterrupt:
             log.info("rerun the command to resume; `peagle deploy sagemaker delete %s` removes everything", name)
             raise

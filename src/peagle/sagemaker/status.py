@@ -96,29 +96,20 @@ def _endpoint(found: Found, endpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    if facts["status"] == "absent":
-        shown = [f"{facts['name']}  no such endpoint in {facts['region']}"]
-    else:
-        shown = [
-            f"{facts['name']}  {facts['status']}  {facts['num_instances']} x {facts['instance']}  in {facts['region']}",
-            f"  image      {facts['image']}",
-            f"  config     {facts['config']}",
-            f"  model      {facts['model']}",
-            *(f"  variable   {name}={value}" for name, value in sorted((facts["environment"] or {}).items())),
-            f"  log        {facts['log_group']}",
-        ]
-        if facts["failure_reason"]:
-            shown.append(f"  failure    {facts['failure_reason']}")
-        if facts["changing_to"]:
-            shown.append(f"  changing   to {facts['changing_to']}")
+    head, rows = f"{facts['name']}  no such endpoint in {facts['region']}", []
+    if facts["status"] != "absent":
+        instances = f"{facts['num_instances']} x {facts['instance']}"
+        head = f"{facts['name']}  {facts['status']}  {instances}  in {facts['region']}"
+        rows = [(key, facts[key]) for key in ("image", "config", "model")]
+        rows += [("variable", f"{name}={value}") for name, value in sorted((facts["environment"] or {}).items())]
+        rows += [("log", facts["log_group"]), ("failure", facts["failure_reason"])]
+        rows += [("changing", f"to {facts['changing_to']}")] if facts["changing_to"] else []
     if facts["num_objects"]:
-        shown.append(f"  files      {facts['num_objects']}, {facts['num_bytes'] / 1e6:,.1f} MB")
-    scaling = facts["scaling"]
-    if scaling:
+        rows.append(("files", f"{facts['num_objects']}, {facts['num_bytes'] / 1e6:,.1f} MB"))
+    if scaling := facts["scaling"]:
         goals = ", ".join(f"{goal:g} requests in flight per instance" for goal in scaling["policies"].values() if goal)
-        shown.append(f"  scaling    {scaling['min_instances']} to {scaling['max_instances']} instances, {goals}")
-    left = facts["unused"]
-    if several := [*left["models"], *left["configs"], *left["objects"]]:
-        shown.append(f"  unused     {', '.join(several)}")
-        shown.append("  the next successful deploy or update removes these; so does `peagle deploy sagemaker delete`")
-    return shown
+        rows.append(("scaling", f"{scaling['min_instances']} to {scaling['max_instances']} instances, {goals}"))
+    left = [name for names in facts["unused"].values() for name in names]
+    rows.append(("unused", ", ".join(left)))
+    last = "  the next successful deploy or update removes these; so does `peagle deploy sagemaker delete`"
+    return [head, *(f"  {label:<10} {value}" for label, value in rows if value), *([last] if left else [])]

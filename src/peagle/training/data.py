@@ -37,10 +37,6 @@ class RunText:
     held_out: Sequence[Conversation]
     facts: dict[str, Any]
 
-    @property
-    def num_answer_tokens(self) -> int:
-        return int(self.facts["num_answer_tokens"])
-
 
 def read_text(target: HFTarget, config: TrainConfig, world: World) -> RunText:
     """Read the data of `config`. The target first answers a prompt file, into OUTPUT/data, which can be resumed."""

@@ -146,6 +146,9 @@ class World:
         return norm
 
 
+ALONE = World()
+
+
 def shard(drafter: Drafter, target: HFTarget) -> None:
     """Shard the layers of both with FSDP2. Embeddings, `fc` and the head stay whole.
 

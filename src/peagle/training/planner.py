@@ -27,7 +27,7 @@ from peagle.objective.labels import ChunkShape
 from peagle.objective.objective import is_compiled
 from peagle.targets.hf import HFTarget
 from peagle.training.activation_memory import parallel_activations, unrolled_activations
-from peagle.training.distributed import World, can_shard
+from peagle.training.distributed import ALONE, World, can_shard
 from peagle.training.features import is_worth_capturing
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 USABLE = 0.94  # of device memory; the rest is lost to fragmentation
 MORE_PARTITIONS = (2, 4, 8, 16, 32, 64)
 GIB = 2**30
-ALONE = World()
 CHUNK_BYTES = {"ce": 4 * 5 + 1, "kl": 4 * 8, "kl+ce": 4 * 8 + 1}
 """Bytes per logit of an uncompiled loss: its float32 tensors, and one bool tensor for ce."""
 

@@ -20,8 +20,9 @@ from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter, DrafterOutput
 from peagle.drafter.slots import PADDING, Slots, training_slots, visible
-from peagle.objective.batches import LABEL_CHUNK, pack_sequences
+from peagle.objective.batches import pack_sequences
 from peagle.objective.cod import max_depths
+from peagle.objective.labels import LABEL_CHUNK
 from peagle.targets.hf import HFTarget
 
 ANCHORS_AT_ONCE = 256

@@ -17,13 +17,12 @@ from peagle.data.shards import write_whole
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError, ConfigError, first_line
 from peagle.objective.config import TrainConfig
-from peagle.training.distributed import World, load_state_by_name, state_by_name
+from peagle.training.distributed import ALONE, World, load_state_by_name, state_by_name
 
 # Settings that may change on resume: they do not affect what is learned.
 FREE_SETTINGS = {"output", "save_every", "log_every", "compile", "features", "features_directory"}
 FREE_SETTINGS |= {"micro_batch_size", "num_partitions", "checkpoint_activations", "parallel"}
 FREE_SETTINGS |= {"from_facts", "drafter_config"}  # recorded, so that resuming does not need the `--from` drafter
-ALONE = World()
 
 
 @dataclass

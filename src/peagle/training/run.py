@@ -112,7 +112,7 @@ def _inputs(target: HFTarget, text: RunText, earlier: Facts | None) -> Facts:
     """Hashes of everything the settings only name. A run resumes only if they match."""
     inputs = {
         "target_weights": target.fingerprint(),
-        "num_answer_tokens": text.num_answer_tokens,
+        "num_answer_tokens": text.facts["num_answer_tokens"],
         "data_contents": _digest(text.conversations),
         "held_out_contents": _digest(text.held_out),
     }
