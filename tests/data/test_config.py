@@ -12,7 +12,7 @@ from peagle.errors import ConfigError
     [
         ({"temperatures": ()}, "temperatures must be 0 or more, got none"),
         ({"temperatures": (0.5, -1)}, "temperatures must be 0 or more, got 0.5, -1"),
-        ({"question_temperature": -1.0}, "question_temperature must be 0 or more"),
+        ({"question_temperature": -1.0}, "question_temperature must be at least 0"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"given_share": 2}, "given_share must be between 0 and 1"),
         ({"system_prompts": ()}, "system_prompts is empty"),

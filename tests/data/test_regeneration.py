@@ -228,7 +228,7 @@ def test_bad_settings_are_refused():
         ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
         ({"max_answer_tokens": 0}, "max_answer_tokens must be at least 1"),
         ({"temperatures": (-0.1,)}, "temperatures must be 0 or more, got -0.1"),
-        ({"top_k": -1}, "top_k and seed 0 or more"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
     ):
         with pytest.raises(ConfigError) as caught:
             RegenerationConfig(**settings)

@@ -57,10 +57,9 @@ class SynthesisConfig(SynthesisSettings):
     """system prompts to generate questions under; empty: the chat template's default"""
 
     def __post_init__(self) -> None:
-        _check_sampling(self.temperatures, self.top_p, self.top_k, self.seed)
-        _check_sampling((self.question_temperature,), self.top_p, self.top_k, self.seed, "question_temperature")
+        _check_sampling(self)
         require_at_least(self, 1, "max_question_tokens", "min_answer_tokens")
-        require_at_least(self, 0, "num_held_out")
+        require_at_least(self, 0, "num_held_out", "question_temperature")
         require_at_least(self, 8, "max_length")
         if not 0 <= self.given_share <= 1:
             raise ConfigError(f"given_share must be between 0 and 1, got {self.given_share}")
@@ -102,7 +101,7 @@ class RegenerationConfig(RegenerationSettings):
     """sample from the k most likely tokens; 0 means all"""
 
     def __post_init__(self) -> None:
-        _check_sampling(self.temperatures, self.top_p, self.top_k, self.seed)
+        _check_sampling(self)
         require_at_least(self, 1, "max_answer_tokens", "max_turns")
         require_at_least(self, 8, "max_length")
 
@@ -177,12 +176,9 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _check_sampling(
-    temperatures: tuple[float, ...], top_p: float, top_k: int, seed: int, name: str = "temperatures"
-) -> None:
-    if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):
-        raise ConfigError(f"{name} must be 0 or more, got {', '.join(map(str, temperatures)) or 'none'}")
-    if not 0 < top_p <= 1 or top_k < 0 or seed < 0:
-        raise ConfigError(
-            f"top_p must be above 0 and at most 1, top_k and seed 0 or more, got {top_p}, {top_k} and {seed}"
-        )
+def _check_sampling(config: SynthesisConfig | RegenerationConfig) -> None:
+    if not config.temperatures or not all(0 <= temperature < math.inf for temperature in config.temperatures):
+        raise ConfigError(f"temperatures must be 0 or more, got {', '.join(map(str, config.temperatures)) or 'none'}")
+    require_at_least(config, 0, "top_k", "seed")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1, got {config.top_p}")

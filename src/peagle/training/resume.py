@@ -53,7 +53,13 @@ class RunState:
         self._settings: dict[str, Any] = json.loads(json.dumps(settings, default=str))
         self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
         """called with every metrics line, in the main process"""
-        self._check_settings(saved_settings(config.output))
+        earlier = saved_settings(config.output)
+        fixed = {name: value for name, value in self._settings.items() if name not in FREE_SETTINGS}
+        if earlier and (differing := differences(earlier, fixed)):
+            raise ConfigError(
+                f"{config.output} holds an unfinished run with other settings: {'; '.join(differing)}",
+                hint="pass the earlier settings to resume it, or a new --output to start over",
+            )
         world.barrier()  # all processes read before any writes
 
     @property
@@ -135,14 +141,6 @@ class RunState:
             f"cannot write {what} to {self.directory} ({free:.1f} GiB free): {error}; {earlier}",
             hint="free disk space, then rerun the command to resume from the last saved state",
         )
-
-    def _check_settings(self, earlier: Mapping[str, Any]) -> None:
-        fixed = {name: value for name, value in self._settings.items() if name not in FREE_SETTINGS}
-        if earlier and (differing := differences(earlier, fixed)):
-            raise ConfigError(
-                f"{self.directory.parent} holds an unfinished run with other settings: {'; '.join(differing)}",
-                hint="pass the earlier settings to resume it, or a new --output to start over",
-            )
 
 
 def saved_settings(output: Path) -> dict[str, Any]:
