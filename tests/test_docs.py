@@ -1,9 +1,10 @@
 """The documents are true: their commands run, and the files and messages that they name exist.
 
 Blocks tagged `python` run as scripts. In blocks tagged `bash` or `console`, each `peagle`, `curl` and `kill` line runs,
-and each `make` line must name existing targets. The blocks of one document share a temporary directory and run in
-order, so a later block may use a file or a server of an earlier one. A block that cannot run here says why on the line
-before it:
+and each `make` line must name existing targets. Commands of peagle are forked from a process that has the imports done,
+except those with a `&` or `>` for the shell; `tests/install` starts them as users do. The blocks of one document share
+a temporary directory and run in order, so a later block may use a file or a server of an earlier one. A block that
+cannot run here says why on the line before it:
 
     <!-- not run: needs a GPU -->
 """
@@ -13,6 +14,7 @@ import contextlib
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from harness.warm_processes import run_warm
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tour.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
@@ -87,12 +91,16 @@ def make_complaints(command: str) -> list[str]:
 def run_block(block: Block, directory: Path) -> list[str]:
     """Run one block in `directory`; return what failed."""
     if block.tag == "python":
+        if "from peagle import" in block.text:
+            return run_peagle(block.text, "python block", directory)
         return run_command([sys.executable, "-c", block.text], "python block", directory)
     complaints: list[str] = []
     for command in block.commands():
         program = command.split()[0]
         if program == "make":
             complaints += make_complaints(command)
+        elif program == "peagle" and (words := plain_words(command)) is not None:
+            complaints += run_peagle(words[1:], f"`{command}`", directory)
         elif program in RUN_PROGRAMS:
             complaints += run_command(["bash", "-euo", "pipefail", "-c", command], f"`{command}`", directory)
         else:
@@ -100,6 +108,23 @@ def run_block(block: Block, directory: Path) -> list[str]:
                 f"`{command}`: only peagle, make, curl and kill are run; put <!-- not run: reason --> above the block"
             )
     return complaints
+
+
+def plain_words(command: str) -> list[str] | None:
+    """The words of a command that a shell would pass on as they are; None if it has more to do."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    has_more = any(character in command for character in "$*~`") or any(set(word) <= set("();<>|&") for word in words)
+    return None if has_more else words
+
+
+def run_peagle(words: list[str] | str, what: str, directory: Path) -> list[str]:
+    """Run a command of peagle or a script that imports it."""
+    status, errors = run_warm(words, directory, COMMAND_TIMEOUT_S)
+    if status is None:
+        return [f"{what}: still running after {COMMAND_TIMEOUT_S} s"]
+    return [f"{what}: exit status {status}\n{errors[-2000:]}"] if status else []
 
 
 def run_command(arguments: list[str], what: str, directory: Path) -> list[str]:
@@ -320,6 +345,12 @@ def test_runner_catches_a_failing_python_block(tmp_path: Path) -> None:
 def test_runner_catches_a_make_target_that_does_not_exist(tmp_path: Path) -> None:
     (complaint,) = run_block(Block(1, "bash", "make -j2 setup polish PYTHON=python3", None), tmp_path)
     assert complaint.endswith("the Makefile has no target 'polish'")
+
+
+def test_commands_that_need_a_shell_get_one() -> None:
+    assert plain_words('peagle generate "a > b" --compare  # why') == ["peagle", "generate", "a > b", "--compare"]
+    assert plain_words("peagle serve > serve.log 2>&1 & echo $! > serve.pid") is None
+    assert plain_words("peagle catalog | head") is None
 
 
 def test_runner_catches_commands_it_would_pass_over(tmp_path: Path) -> None:

@@ -28,10 +28,14 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def prompts_of(ours: OurSide, path: Path, limit: int | None) -> list[list[int]]:
+    """The prompts of a file, or `limit` of them at even distances: all kinds are among a few."""
     from peagle.compare.answers import render_prompt
     from peagle.data.prompts import read_prompts
 
-    return [render_prompt(ours.target, prompt) for prompt in read_prompts(path, limit=limit)]
+    prompts = read_prompts(path)
+    if limit is not None and limit < len(prompts):
+        prompts = [prompts[index * len(prompts) // limit] for index in range(limit)]
+    return [render_prompt(ours.target, prompt) for prompt in prompts]
 
 
 def load_our_side(target_path: str | None, drafter: str | None, num_draft_tokens: int) -> OurSide:
@@ -86,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=HERE / "prompts.json", help="any file that peagle eval takes")
     parser.add_argument("--num-draft-tokens", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--num-prompts", type=int, help="use only the first ones")
+    parser.add_argument("--num-prompts", type=int, help="use so many, spread over the file")
     parser.add_argument("--num-control-prompts", type=int, default=2)
     parser.add_argument("--self-test", action="store_true", help="also prove that the comparison can fail")
     parser.add_argument("--json", type=Path, help="write what was found")

@@ -25,22 +25,33 @@ STAMP_NAME=.parity-stamp
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 
-# pip_install VENV ARGUMENTS...: prints pip's last lines on failure, else nothing.
+# pip_install VENV ARGUMENTS...: prints pip's last lines on failure, else nothing. Python compiles what is imported, once;
+# pip would compile everything.
 pip_install() {
     local venv=$1
     shift
     local log=$venv/pip.log
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@" \
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --no-compile "$@" \
         >"$log" 2>&1; then
         grep -v '^WARNING' "$log" | tail -n 20 >&2
         return 1
     fi
 }
 
+# copy_torch VENV: the torch of .venv, if it is the CPU build of the pinned version. Copying is faster than unpacking.
+copy_torch() {
+    local from to
+    from=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    to=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    [[ -d $from/torch-$TORCH_PIN+cpu.dist-info && ! -d $to/torch ]] || return 0
+    cp -a "$from"/{torch,functorch,torchgen,"torch-$TORCH_PIN+cpu.dist-info"} "$to"
+}
+
 # Install the CPU build of torch first and pin it: several packages below would otherwise replace it with a CUDA build
 # of several GB. On ARM no build is labelled +cpu; the plain build is the CPU build.
 install_cpu_torch() {
     local venv=$1
+    copy_torch "$venv"
     # shellcheck disable=SC2086  # TORCH_ARGS is a list of words
     if ! pip_install "$venv" ${TORCH_ARGS:-} "torch==$TORCH_PIN+cpu" 2>/dev/null; then
         if [[ $(uname -m) == x86_64 ]]; then
@@ -150,7 +161,7 @@ make_environments() {
     make_clients_environment
 }
 
-# Lane 1: speculators, the clients and the gate.
+# Lane 1: transformers while lane 2 makes the environments, then speculators, the clients and the gate.
 compare_with_others() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
@@ -172,10 +183,10 @@ compare_with_others() {
     return "$status"
 }
 
-# Lane 2: vLLM. Twelve prompts for the shipped drafter, so that both lanes take as long; all prompts for another one.
+# Lane 2: the environments, then vLLM. Seven prompts of all kinds for the shipped drafter; all prompts for another one.
 compare_with_vllm() {
     local some=()
-    if (($# == 0)); then some=(--num-prompts 12); fi
+    if (($# == 0)); then some=(--num-prompts 7); fi
     compare vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
@@ -192,17 +203,24 @@ compare_with_vllm() {
 # Two lanes run at once: each comparison mostly uses one thread. Threads that spin while they wait would slow the other
 # lane down.
 export HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive
+unset PYTHONDONTWRITEBYTECODE # what is compiled at the first start must not be compiled again at the next
 mkdir -p runs/parity
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-make_environments &
-environments=$!
+ready=$(mktemp runs/parity/ready.XXXXXX)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$ready"' EXIT
+{
+    make_environments
+    echo ready >"$ready"
+    compare_with_vllm "$@"
+} &
+vllm_lane=$!
 if (($# == 0)); then
     compare transformers "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_transformers.py
 fi
-wait "$environments"
-compare_with_vllm "$@" &
-vllm_lane=$!
-compare_with_others "$@" || status=1
+until [[ -s $ready ]]; do
+    kill -0 "$vllm_lane" 2>/dev/null || break # wait below reports it
+    sleep 1
+done
+if [[ -s $ready ]]; then compare_with_others "$@" || status=1; fi
 wait "$vllm_lane" || status=1
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi
