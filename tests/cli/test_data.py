@@ -237,8 +237,8 @@ MULTI_TURN = {
     ("row", "words"),
     [
         ({"messages": [{"role": "dog", "content": "w"}]}, "['role'] is 'dog'; allowed: system, developer, user"),
-        ({"messages": [{"role": "assistant", "content": "w"}]}, "'messages' has no user message"),
-        ({"conversations": [{"from": "gpt", "value": "w"}]}, "'conversations' has no human turn"),
+        ({"messages": [{"role": "assistant", "content": "w"}]}, "no user message (messages row)"),
+        ({"conversations": [{"from": "gpt", "value": "w"}]}, "no user message (sharegpt row)"),
         ({"prompt": " "}, "the prompt is empty (prompt row)"),
         ({"text": "x"}, "no prompt found; keys found: text"),
         ({"turns": ["a", 3]}, "'turns' is a list"),

@@ -144,10 +144,11 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from _array_rows(path, line_number, line + "".join(text for _, text in lines))
             return
         is_first = False
+        row = line.rstrip(JSON_WHITESPACE)  # an error at its end belongs to this line
         try:
-            value = json.loads(line)
+            value = json.loads(row)
         except (ValueError, RecursionError) as error:
-            raise _not_json(path, line_number, line, error) from error
+            raise _not_json(path, line_number, row, error) from error
         yield line_number, _require_object(path, line_number, value)
 
 
@@ -170,7 +171,7 @@ def _not_json(path: Path, first_line: int, text: str, error: Exception, start: i
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         error = json.JSONDecodeError(reason, text, start)
     rest = text[error.pos : error.pos + 40].strip()
-    found = repr(rest) if rest else "nothing more (is the file truncated?)"
+    found = repr(rest) if rest else "nothing more (if the file is truncated, write it again)"
     where = place(path, first_line + error.lineno - 1)
     return DataError(
         f"{where}: not valid JSON: {error.msg} at column {error.colno}, found {found}",
