@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIXED_PROMPTS_PATH = Path(__file__).parents[1] / "assets" / "mixed_prompts.json"
 MIXED_PROMPTS = "mixed_prompts"
 TRAINING_PROMPTS, TRAINING_MAX_TOKENS = 8, 32  # seconds on a CPU; `peagle eval --record` measures all of them
-"""Size of the measurement at the end of training, which runs the slow reference decoder."""
+"""Size of the measurement at the end of training, which may have to run the slow reference decoder."""
 
 
 def mixed_prompts(target: "HFTarget", max_tokens: int) -> list[list[int]]:
@@ -65,15 +65,22 @@ def entry(acceptance: Acceptance, prompts: str, num_prompts: int, params: Sampli
     }
 
 
-def baseline_after_training(target: "HFTarget", drafter: "Drafter") -> dict[str, Any]:
-    """The card's baseline entry of a new drafter; empty if no mixed prompt fits. Every process takes part."""
+def baseline_after_training(target: "HFTarget", drafter: "Drafter", *, with_engine: bool) -> dict[str, Any]:
+    """The card's baseline entry of a new drafter; empty if no mixed prompt fits. Every process takes part.
+
+    The engine answers the prompts in one batch. It needs memory of its own and all layers of the target; the reference
+    decoder does not.
+    """
     params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS)
     fitting = mixed_prompts(target, TRAINING_MAX_TOKENS)
     prompts = fitting[:: -(-len(fitting) // TRAINING_PROMPTS) or 1]
     if not prompts:
         return {}
     depth = drafter.config.num_draft_tokens or drafter.config.usual_num_draft_tokens
-    _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
+    if with_engine:
+        found, _ = measure(target, drafter, prompts, params, depth)
+    else:
+        _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
     return {BASELINE: entry(found, MIXED_PROMPTS, len(prompts), params)}
 
 

@@ -269,7 +269,7 @@ class Synthesis:
         prompt_ids, end = self._chance.choice(self._openings)
         self._num_asking += 1
         params = SamplingParams(
-            self._config.max_question_tokens,
+            min(self._config.max_question_tokens, self._max_length // 2),  # a longer one fills more than half a row
             self._config.question_temperature,
             seed=self._chance.getrandbits(62),
             stop_token_ids=(end,),

@@ -96,7 +96,8 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     measured = replay(target, served, checked, config.num_draft_tokens)
     card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
     # In all processes, because the target may be sharded.
-    acceptance = card.acceptance | baseline_after_training(target, served)
+    with_engine = world.size == 1 and target.device.type == "cpu"
+    acceptance = card.acceptance | baseline_after_training(target, served, with_engine=with_engine)
     card = dataclasses.replace(card, evidence=record(target, served), acceptance=acceptance)
     if world.is_main:
         save_drafter(served, config.output, card, full=False)
