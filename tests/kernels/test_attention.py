@@ -14,6 +14,7 @@ from peagle.kernels import tilings
 from peagle.kernels.attention import (
     WASTE_PAGE,
     PagedRows,
+    RowTree,
     paged_attention,
     paged_attention_torch,
     paged_attention_triton,
@@ -56,7 +57,9 @@ CASES = {
     "a sliding window": Case(((37, 4), (5, 40), (200, 2)), window=9),
     "sinks": Case(((37, 4), (0, 3), (300, 2)), has_sinks=True),
     "a soft cap": Case(((37, 4), (0, 3)), softcap=3.0),
-    "a tree": Case(((37, 5), (2, 5)), has_tree=True),
+    "a tree": Case(((37, 5), (2, 9)), has_tree=True),
+    "a tree deeper than the window": Case(((37, 12), (2, 12)), window=3, has_tree=True),
+    "a tree of many tiles": Case(((40, 40), (0, 33)), has_tree=True, window=11),
     "a first key": Case(((37, 4), (1, 3), (300, 2)), first_key=1),
     "everything at once": Case(((300, 5), (7, 5)), window=50, softcap=4.0, has_sinks=True, has_tree=True),
     "half precision": Case(((37, 4), (300, 2)), dtype=torch.float16),
@@ -90,12 +93,9 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], PagedRows, dict[str, object]]
         random(*pages),
     )
     max_rows = int(counts.max())
-    tree_BLL = None
-    if case.has_tree:
-        tree_BLL = torch.rand(len(needed), max_rows, max_rows, generator=generator) < 0.5
-        tree_BLL |= torch.eye(max_rows, dtype=torch.bool)
+    tree = random_tree([rows for _, rows in case.requests], generator) if case.has_tree else None
     contexts = torch.tensor([context for context, _ in case.requests])
-    rows = PagedRows(page_table_BP, counts.cumsum(0), contexts, torch.cat(cells), torch.empty(max_rows, 0), tree_BLL)
+    rows = PagedRows(page_table_BP, counts.cumsum(0), contexts, torch.cat(cells), torch.empty(max_rows, 0), tree)
     settings = {
         "scale": case.width**-0.5,
         "window": case.window,
@@ -104,6 +104,18 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], PagedRows, dict[str, object]]
         "first_key": case.first_key,
     }
     return tensors, rows, settings
+
+
+def random_tree(num_rows: list[int], generator: torch.Generator) -> RowTree:
+    """Each row hangs below one of the few rows before it, so that some branches are deep."""
+    ancestors, depth = [], []
+    for count in num_rows:
+        first = len(ancestors)
+        for row in range(count):
+            above = max(0, row - 1 - int(torch.randint(3, (), generator=generator)))
+            ancestors.append((ancestors[first + above] if row else 0) | 1 << row)
+            depth.append(depth[first + above] + 1 if row else 0)
+    return RowTree(torch.tensor(ancestors), torch.tensor(depth))
 
 
 def dense(case: Case, tensors: tuple[Tensor, ...], rows: PagedRows, settings: dict[str, object]) -> Tensor:
@@ -117,12 +129,16 @@ def dense(case: Case, tensors: tuple[Tensor, ...], rows: PagedRows, settings: di
         keys = torch.cat([key_pages[pages].flatten(0, 1)[:context], key[new]])
         values = torch.cat([value_pages[pages].flatten(0, 1)[:context], value[new]])
         for row in range(num_rows):
-            own = context + row
-            first = max(case.first_key, own - case.window + 1 if case.window else 0)
+            above, depth = list(range(row + 1)), list(range(num_rows))
+            if rows.tree is not None:
+                bits, depth = int(rows.tree.ancestors_N[new][row]), rows.tree.depth_N[new].tolist()
+                above = [other for other in above if bits >> other & 1]
+                assert len(above) == depth[row] + 1
+            position = [*range(context), *(context + depth[other] for other in range(num_rows))]
             seen = [
                 index
-                for index in range(first, own + 1)
-                if index < context or rows.tree_BLL is None or rows.tree_BLL[request, row, index - context]
+                for index in [*range(context), *(context + other for other in above)]
+                if index >= case.first_key and (not case.window or position[index] > context + depth[row] - case.window)
             ]
             for head in range(case.num_heads):
                 group = head // (case.num_heads // case.num_groups)
@@ -139,6 +155,8 @@ def dense(case: Case, tensors: tuple[Tensor, ...], rows: PagedRows, settings: di
 def run(function: object, tensors: tuple[Tensor, ...], rows: PagedRows, settings: dict[str, object]) -> list[Tensor]:
     """What is attended, and the pages afterwards, all on the CPU."""
     moved = [tensor.clone().to(DEVICE) for tensor in tensors]
+    if rows.tree is not None:
+        rows = rows._replace(tree=RowTree(*(part.to(DEVICE) for part in rows.tree)))
     rows = PagedRows(*(part.to(DEVICE) if isinstance(part, Tensor) else part for part in rows))
     settings = {name: part.to(DEVICE) if isinstance(part, Tensor) else part for name, part in settings.items()}
     attended = function(*moved, rows, *settings.values())

@@ -44,10 +44,23 @@ class PagedRows(NamedTuple):
     """Cell of each row's own key and value: page * page_size + offset."""
     span_L0: Tensor
     """Empty. Its length L is the most rows of any request; a shape, so that torch.compile treats it as symbolic."""
-    tree_BLL: Tensor | None = None
-    """Mask: which new rows j each new row i of a request attends to; None is causal. The diagonal must be set."""
+    tree: "RowTree | None" = None
+    """The new rows of each request form a tree; None if each row follows the one before it."""
     host: "RowsOnHost | None" = None
     """A host copy made by `on_host`, shared by all layers of a forward pass."""
+
+
+class RowTree(NamedTuple):
+    """New rows that form a tree: a row attends to the cached keys, to itself and to the rows above it.
+
+    A row is stored at the index after the row before it, but its position in the sequence, which a sliding window
+    counts from, is that of its depth.
+    """
+
+    ancestors_N: Tensor
+    """int64: bit j is set if the row attends to row j of its request, itself included."""
+    depth_N: Tensor
+    """int64: rows above it."""
 
 
 class RowsOnHost:
@@ -119,7 +132,7 @@ def paged_attention(
     """Write the rows' keys and values to the pages [pages, page_size, G, E] and return the attention output [N, H, E].
 
     A row of index i attends to indexes `first_key` .. i, only to the last `window` of these if `window` is not 0, and
-    among the new rows only to those its tree allows. `softcap` bounds scores by softcap * tanh(score / softcap).
+    among new rows that form a tree only to those above it. `softcap` bounds scores by softcap * tanh(score / softcap).
     `sinks_H` are extra scores, one per head, that enter the softmax but carry no value.
     """
     run = paged_attention_triton if query_NHE.is_cuda else paged_attention_torch
@@ -140,8 +153,8 @@ def paged_attention_triton(
     from peagle.kernels.attention_triton import launch
 
     tensors = (query_NHE, key_NGE, value_NGE, key_pages, value_pages)
-    places = (rows.page_table_BP, rows.first_row_B1, rows.context_B, rows.cell_N, rows.span_L0, rows.tree_BLL)
-    return launch(*tensors, *places, *settings)
+    places = (rows.page_table_BP, rows.first_row_B1, rows.context_B, rows.cell_N, rows.span_L0)
+    return launch(*tensors, *places, *(rows.tree or (None, None)), *settings)
 
 
 def paged_attention_torch(
@@ -189,16 +202,20 @@ def _taken(cells_CGE: Tensor, cells: slice | Tensor) -> Tensor:
 
 def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int = 0) -> Tensor:
     """Mask: which keys each new row of a request attends to, bool [rows, keys]."""
-    num_rows = int(rows.first_row_B1[request + 1] - rows.first_row_B1[request])
-    context = int(rows.context_B[request])
-    device = rows.context_B.device
-    key_T = torch.arange(context + num_rows, device=device)
-    own_M1 = torch.arange(context, context + num_rows, device=device)[:, None]
-    visible_MT = (key_T <= own_M1) & (key_T >= first_key)
+    first, end = rows.first_row_B1[request : request + 2].tolist()
+    context, num_rows = int(rows.context_B[request]), end - first
+    row_M = torch.arange(num_rows, device=rows.context_B.device)
+    if rows.tree is None:
+        depth_M, is_above_MM = row_M, row_M <= row_M[:, None]
+    else:
+        depth_M = rows.tree.depth_N[first:end]
+        is_above_MM = (rows.tree.ancestors_N[first:end, None] >> row_M) & 1 != 0
+    key_T = torch.arange(context + num_rows, device=row_M.device)
+    visible_MT = (key_T >= first_key).repeat(num_rows, 1)
+    visible_MT[:, context:] &= is_above_MM
     if window:
-        visible_MT &= key_T > own_M1 - window
-    if rows.tree_BLL is not None:
-        visible_MT[:, context:] &= rows.tree_BLL[request, :num_rows, :num_rows]
+        position_T = torch.cat([key_T[:context], context + depth_M])
+        visible_MT &= position_T > (context + depth_M)[:, None] - window
     return visible_MT
 
 

@@ -38,7 +38,8 @@ def launch(
     context: Tensor,
     cell: Tensor,
     span: Tensor,
-    tree: Tensor | None,
+    ancestors: Tensor | None,
+    depth: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -75,7 +76,8 @@ def launch(
         first_row,
         context,
         cell,
-        tree if tree is not None else context,
+        ancestors if ancestors is not None else context,
+        depth if depth is not None else context,
         sinks if sinks is not None else context,
         attended,
         partial,
@@ -93,8 +95,6 @@ def launch(
         value.stride(1),
         key_pages.stride(1),
         key_pages.stride(2),
-        tree.stride(0) if tree is not None else 0,
-        tree.stride(1) if tree is not None else 0,
         num_requests=num_requests,
         padded_requests=triton.next_power_of_2(num_requests) if is_tiled else 0,
         num_groups=num_groups,
@@ -106,7 +106,7 @@ def launch(
         step=step,
         new_step=max(16, min(triton.next_power_of_2(max_rows), step)),
         num_splits=num_splits,
-        has_tree=tree is not None,
+        has_tree=ancestors is not None,
         has_sinks=sinks is not None,
         has_softcap=softcap != 0,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
@@ -188,12 +188,13 @@ def _attend_new(
     key_pages_ptr,
     value_pages_ptr,
     cell_ptr,
-    tree_ptr,
+    depth_ptr,
     first_kept,
     end_kept,
     end,
     context,
     row,
+    ancestors,
     lowest,
     num_rows,
     scale,
@@ -201,7 +202,6 @@ def _attend_new(
     key_row_stride,
     value_row_stride,
     cell_stride,
-    tree_row_stride,
     high,
     mass,
     attended,
@@ -233,14 +233,13 @@ def _attend_new(
         tl.store(key_pages_ptr + place[None, :] + column[:, None], keys, mask=is_kept[None, :] & is_column[:, None])
         tl.store(value_pages_ptr + place[:, None] + column[None, :], values, mask=is_kept[:, None] & is_column[None, :])
         scores = score(query, keys, scale, softcap, has_softcap, precision)
-        is_seen = is_key[None, :] & (index[None, :] <= row[:, None]) & ((context + index)[None, :] >= lowest[:, None])
         if has_tree:
-            allowed = tl.load(
-                tree_ptr + row[:, None] * tree_row_stride + index[None, :],
-                mask=(row < num_rows)[:, None] & is_key[None, :],
-                other=0,
-            )
-            is_seen = is_seen & (allowed != 0)
+            depth = tl.load(depth_ptr + index, mask=is_key, other=0).to(tl.int32)
+            is_above = ((ancestors[:, None] >> index[None, :]) & 1) != 0
+        else:
+            depth = index
+            is_above = index[None, :] <= row[:, None]
+        is_seen = is_key[None, :] & is_above & ((context + depth)[None, :] >= lowest[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         high, mass, attended = fold(scores, values, high, mass, attended, precision)
     return high, mass, attended
@@ -273,7 +272,8 @@ def _attend(
     first_row_ptr,
     context_ptr,
     cell_ptr,
-    tree_ptr,
+    ancestors_ptr,
+    depth_ptr,
     sinks_ptr,
     attended_ptr,
     partial_ptr,
@@ -291,8 +291,6 @@ def _attend(
     value_head_stride,
     cell_stride,
     page_head_stride,
-    tree_request_stride,
-    tree_row_stride,
     num_requests,
     padded_requests: tl.constexpr,
     num_groups: tl.constexpr,
@@ -321,7 +319,9 @@ def _attend(
     first_of_tile = tile_index * tile // group_size
     if first_of_tile >= num_rows:
         return
-    lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_of_tile - window + 1), first_key)
+    # The rows of a tree are of any depth from 0.
+    first_depth = 0 if has_tree else first_of_tile
+    lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_depth - window + 1), first_key)
     begin, end, num_active = share(lowest_of_tile, context, split, step, num_splits)
     if split >= num_active:
         return
@@ -331,7 +331,11 @@ def _attend(
     is_entry = (row < num_rows)[:, None] & (column < width)[None, :]
     queries = query_ptr + (first + row)[:, None] * query_row_stride + head[:, None] * query_head_stride
     query = tl.load(queries + column[None, :], mask=is_entry, other=0.0)
-    lowest = tl.where(window > 0, tl.maximum(first_key, context + row - window + 1), first_key)
+    depth, ancestors = row, row
+    if has_tree:
+        depth = tl.load(depth_ptr + first + row, mask=row < num_rows, other=0).to(tl.int32)
+        ancestors = tl.load(ancestors_ptr + first + row, mask=row < num_rows, other=0)
+    lowest = tl.where(window > 0, tl.maximum(first_key, context + depth - window + 1), first_key)
     page_head = group * page_head_stride
     high, mass, attended = _attend_cached(
         query, key_pages_ptr + page_head, value_pages_ptr + page_head, page_table_ptr + request * table_stride, begin,
@@ -343,10 +347,10 @@ def _attend(
         high, mass, attended = _attend_new(
             query, key_ptr + first * key_row_stride + group * key_head_stride,
             value_ptr + first * value_row_stride + group * value_head_stride, key_pages_ptr + page_head,
-            value_pages_ptr + page_head, cell_ptr + first, tree_ptr + request * tree_request_stride, first_kept,
-            end_kept, tl.minimum(end_kept, num_rows), context, row, lowest, num_rows, scale, softcap, key_row_stride,
-            value_row_stride, cell_stride, tree_row_stride, high, mass, attended, width, padded_width, new_step,
-            has_tree, has_softcap, precision,
+            value_pages_ptr + page_head, cell_ptr + first, depth_ptr + first, first_kept, end_kept,
+            tl.minimum(end_kept, num_rows), context, row, ancestors, lowest, num_rows, scale, softcap, key_row_stride,
+            value_row_stride, cell_stride, high, mass, attended, width, padded_width, new_step, has_tree, has_softcap,
+            precision,
         )  # fmt: skip
     if num_splits > 1:  # noqa: SIM102  # a compile-time condition; the next is not
         if num_active > 1:

@@ -1,0 +1,114 @@
+"""Candidate trees: the continuations that a drafter finds most likely, for the target to verify in one pass.
+
+A parallel drafter gives the W likeliest tokens of each of K depths. A path takes one token per depth, from the first
+depth on; its score is the sum of its log-probabilities. The tree holds the M best paths, each as the node at its end.
+A path scores no more than its beginning, so the parent of a node is in the tree, and before it: the first m nodes are
+the best tree of m nodes. With W = 1 the tree is a chain.
+
+Two depths with probabilities 0.6, 0.31 and 0.5, 0.4. The four best paths are 0.6, 0.31, 0.6 * 0.5 and 0.6 * 0.4:
+
+>>> logprob_BKW = torch.tensor([[[0.6, 0.31], [0.5, 0.4]]]).log()
+>>> tree = grow_tree(logprob_BKW, torch.tensor([2]), num_nodes=4)
+>>> tree.parent_BL.tolist(), tree.depth_BL.tolist(), tree.choice_BM.tolist()
+([[0, 0, 0, 1, 1]], [[0, 1, 1, 2, 2]], [[0, 1, 0, 1]])
+>>> [[round(score, 2) for score in scores] for scores in tree.score_BM.exp().tolist()]
+[[0.6, 0.31, 0.3, 0.24]]
+>>> [f"{bits:05b}" for bits in tree.ancestors_BL[0].tolist()]
+['00001', '00011', '00101', '01011', '10011']
+
+Node 0 is the root: the newest token of the sequence. Among equal scores the older parent wins, then the lower choice.
+
+Shapes: B requests, K depths, W tokens per depth, M nodes, L = M + 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_NODES = 62
+"""The ancestors of a node, and the node itself, are bits of an int64, the root is bit 0."""
+
+
+class CandidateTree(NamedTuple):
+    """The nodes of each request's tree, best first. All but the scores are int64."""
+
+    parent_BL: Tensor
+    """the root is its own parent"""
+    depth_BL: Tensor
+    ancestors_BL: Tensor
+    """bit j is set for the node itself, and for every node j above it"""
+    choice_BM: Tensor
+    """which of the W tokens of its depth each node has; the root has none"""
+    score_BM: Tensor
+    """log-probability of each path, falling; -inf for nodes that the tree does not have"""
+
+
+def grow_tree(logprob_BKW: Tensor, max_depth_B: Tensor, num_nodes: int) -> CandidateTree:
+    """The best `num_nodes` paths of at most `max_depth_B` tokens. Each depth is sorted, its likeliest token first."""
+    num_requests, num_depths, width = logprob_BKW.shape
+    depth_K = torch.arange(num_depths, device=logprob_BKW.device)
+    is_over_BK1 = (depth_K >= max_depth_B[:, None])[..., None]
+    logprob_BKW = logprob_BKW.masked_fill(is_over_BK1 | logprob_BKW.isnan(), float("-inf"))
+    if width == 1:
+        return _chain(logprob_BKW[..., 0], num_nodes)
+    if logprob_BKW.is_cuda:
+        return CandidateTree(*_grow_on_gpu(logprob_BKW, num_nodes))
+    return grow_tree_torch(logprob_BKW, num_nodes)
+
+
+def chain(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parent, depth and ancestors of the nodes of a chain, [L] each."""
+    node_L = torch.arange(num_nodes + 1, device=device)
+    return (node_L - 1).clamp_min(0), node_L, (2 << node_L) - 1
+
+
+def _chain(logprob_BK: Tensor, num_nodes: int) -> CandidateTree:
+    shape = (len(logprob_BK), num_nodes + 1)
+    parent_BL, depth_BL, ancestors_BL = (each_L.expand(shape) for each_L in chain(num_nodes, logprob_BK.device))
+    score_BM = logprob_BK[:, :num_nodes].cumsum(1)
+    return CandidateTree(parent_BL, depth_BL, ancestors_BL, torch.zeros_like(score_BM, dtype=torch.int64), score_BM)
+
+
+def grow_tree_torch(logprob_BKW: Tensor, num_nodes: int) -> CandidateTree:
+    """Best-first search; used on a CPU, and the reference for the kernel.
+
+    The frontier holds the score of every child of the nodes so far. Each round takes the best of all.
+    """
+    num_requests, num_depths, width = logprob_BKW.shape
+    device, request_B = logprob_BKW.device, torch.arange(num_requests, device=logprob_BKW.device)
+    children_BKW = torch.cat([logprob_BKW, logprob_BKW.new_full((num_requests, 1, width), float("-inf"))], dim=1)
+    frontier_BLW = logprob_BKW.new_full((num_requests, num_nodes + 1, width), float("-inf"))
+    frontier_BLW[:, 0] = logprob_BKW[:, 0]
+    parent_BL, depth_BL, choice_BL = (
+        torch.zeros(num_requests, num_nodes + 1, dtype=torch.int64, device=device) for _ in range(3)
+    )
+    ancestors_BL = torch.ones_like(parent_BL)
+    score_BL = logprob_BKW.new_zeros(num_requests, num_nodes + 1)
+    for node in range(1, num_nodes + 1):
+        score_B, best_B = frontier_BLW.flatten(1).max(1)
+        parent_B, choice_B = best_B // width, best_B % width
+        parent_BL[:, node], choice_BL[:, node], score_BL[:, node] = parent_B, choice_B, score_B
+        depth_BL[:, node] = depth_BL[request_B, parent_B] + 1
+        ancestors_BL[:, node] = ancestors_BL[request_B, parent_B] | (1 << node)
+        frontier_BLW[request_B, parent_B, choice_B] = float("-inf")
+        frontier_BLW[:, node] = score_B[:, None] + children_BKW[request_B, depth_BL[:, node].clamp_max(num_depths)]
+    return CandidateTree(parent_BL, depth_BL, ancestors_BL, choice_BL[:, 1:], score_BL[:, 1:])
+
+
+def _grow_on_gpu_op(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # Imported lazily: triton may not be installed.
+    from peagle.kernels.candidate_tree_triton import grow_tree_triton
+
+    return grow_tree_triton(logprob_BKW, num_nodes)
+
+
+# A custom op, so that torch.compile does not trace into the kernel.
+_grow_on_gpu = torch.library.custom_op("peagle::grow_tree", _grow_on_gpu_op, mutates_args=())
+
+
+@_grow_on_gpu.register_fake
+def _(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    size = len(logprob_BKW)
+    nodes = [logprob_BKW.new_empty(size, num_nodes + 1, dtype=torch.int64) for _ in range(3)]
+    return (*nodes, nodes[0].new_empty(size, num_nodes), logprob_BKW.new_empty(size, num_nodes))

@@ -1,0 +1,102 @@
+"""Candidate trees: the search by PyTorch against a heap of paths, and the Triton kernel against PyTorch.
+
+Without a GPU the kernel runs in Triton's interpreter. Legend: B requests, K depths, W tokens per depth, M nodes.
+"""
+
+import heapq
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.kernels.candidate_tree import MAX_NODES, CandidateTree, grow_tree, grow_tree_torch
+
+pytest.importorskip("triton")
+
+from peagle.kernels.candidate_tree_triton import grow_tree_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INFINITY = float("inf")
+
+
+def random_logprobs(num_requests: int, num_depths: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(num_requests, num_depths, 2 * width, generator=generator)
+    return logits.log_softmax(-1).topk(width).values
+
+
+def best_paths(logprob_KW: Tensor, num_nodes: int) -> list[tuple[int, ...]]:
+    """The best paths, as the choice at each depth, by a heap of all extensions."""
+    logprobs = logprob_KW.tolist()
+    found: list[tuple[int, ...]] = []
+    heap = [(-logprob, (choice,)) for choice, logprob in enumerate(logprobs[0])]
+    heapq.heapify(heap)
+    while heap and len(found) < num_nodes:
+        score, path = heapq.heappop(heap)
+        found.append(path)
+        if len(path) < len(logprobs):
+            for choice, logprob in enumerate(logprobs[len(path)]):
+                heapq.heappush(heap, (score - logprob, (*path, choice)))
+    return found
+
+
+def paths_of(tree: CandidateTree, request: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node, choice in enumerate(tree.choice_BM[request].tolist(), start=1):
+        parent = int(tree.parent_BL[request, node])
+        paths.append((*paths[parent], choice))
+        bits = int(tree.ancestors_BL[request, node])
+        assert bits == int(tree.ancestors_BL[request, parent]) | 1 << node
+        assert int(tree.depth_BL[request, node]) == len(paths[node]) == bits.bit_count() - 1
+    return paths[1:]
+
+
+@pytest.mark.parametrize(("num_depths", "width", "num_nodes"), [(1, 4, 3), (7, 16, 16), (8, 4, 32), (32, 2, MAX_NODES)])
+def test_the_nodes_are_the_best_paths_in_order(num_depths: int, width: int, num_nodes: int) -> None:
+    logprob_BKW = random_logprobs(3, num_depths, width)
+    tree = grow_tree_torch(logprob_BKW, num_nodes)
+    for request in range(3):
+        assert paths_of(tree, request) == best_paths(logprob_BKW[request], num_nodes)
+        path_scores = [
+            sum(float(logprob_BKW[request, depth, choice]) for depth, choice in enumerate(path))
+            for path in paths_of(tree, request)
+        ]
+        assert tree.score_BM[request].tolist() == pytest.approx(path_scores, abs=1e-4)
+    assert (tree.score_BM.diff(dim=1) <= 0).all()
+
+
+def test_a_chain_is_a_tree_of_width_one() -> None:
+    logprob_BK1 = random_logprobs(2, 5, 1)
+    limits_B = torch.tensor([5, 3])
+    tree = grow_tree(logprob_BK1, limits_B, 5)
+    masked_BK1 = logprob_BK1.clone()
+    masked_BK1[1, 3:] = -INFINITY
+    expected = grow_tree_torch(masked_BK1, 5)
+    for found, wanted in zip(tree, expected, strict=True):
+        torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(tree.score_BM, expected.score_BM)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_no_node_is_deeper_than_its_request_allows(limit: int) -> None:
+    tree = grow_tree(random_logprobs(1, 4, 3), torch.tensor([limit]), 20)
+    is_node_M = tree.score_BM[0] > -INFINITY
+    assert int(is_node_M.sum()) == sum(3**depth for depth in range(1, limit + 1))
+    assert is_node_M.tolist() == sorted(is_node_M.tolist(), reverse=True), "nodes come before empty places"
+    assert not is_node_M.any() or int(tree.depth_BL[0, 1:][is_node_M].max()) == limit
+
+
+def test_a_drafter_without_an_answer_gives_an_empty_tree() -> None:
+    tree = grow_tree(torch.full((1, 4, 3), float("nan")), torch.tensor([4]), 6)
+    assert (tree.score_BM == -INFINITY).all()
+
+
+@pytest.mark.parametrize(("num_depths", "width", "num_nodes"), [(1, 4, 3), (7, 16, 16), (5, 3, 32), (32, 2, MAX_NODES)])
+def test_triton_grows_the_tree_that_pytorch_grows(num_depths: int, width: int, num_nodes: int) -> None:
+    logprob_BKW = random_logprobs(4, num_depths, width, seed=1)
+    logprob_BKW[1, 1:] = -INFINITY  # a request that allows one token
+    logprob_BKW[2] = logprob_BKW[2].round()  # ties
+    found = grow_tree_triton(logprob_BKW.to(DEVICE), num_nodes)
+    for ours, expected in zip(found, grow_tree_torch(logprob_BKW, num_nodes), strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours.cpu(), expected)
