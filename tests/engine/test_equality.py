@@ -30,7 +30,8 @@ SOME = (0, 4, 8, 9, 15)
 """prompts that are also decoded with drafts by the reference decoder, and alone by the engine"""
 ROOMY = {"page_size": 4, "max_length": 80}
 TIGHT = {"page_size": 2, "max_length": 60, "num_pages": 38, "prefill_tokens": 24}
-METHODS = {"none": 0, "eagle3": 3, "p-eagle": 4}
+METHODS = {"none": 0, "eagle3": 3, "p-eagle": 4, "p-eagle tree": 4}
+TREE_NODES = 9
 
 
 def make_prompts() -> list[list[int]]:
@@ -42,6 +43,10 @@ def make_prompts() -> list[list[int]]:
 
 
 PROMPTS = make_prompts()
+
+
+def tree_nodes(method: str) -> int | None:
+    return TREE_NODES if method.endswith("tree") else None
 
 
 @dataclass
@@ -73,22 +78,21 @@ class Case:
     def drafter(self, method: str) -> Drafter | None:
         if method == "none":
             return None
-        return self.parallel if method == "p-eagle" else sequential(self.parallel, self.target)
+        return sequential(self.parallel, self.target) if method == "eagle3" else self.parallel
 
     def reference(self, method: str) -> dict[int, list[Step]]:
         """Steps of the reference decoder for some of the prompts."""
         if method not in self.references:
-            drafter, num_draft_tokens = self.drafter(method), METHODS[method]
+            drafts: dict[str, Any] = {"drafter": self.drafter(method), "num_draft_tokens": METHODS[method]}
+            drafts["tree_nodes"] = tree_nodes(method)
             self.references[method] = {
-                index: list(
-                    decode(self.target, PROMPTS[index], GREEDY, drafter=drafter, num_draft_tokens=num_draft_tokens)
-                )
-                for index in SOME
+                index: list(decode(self.target, PROMPTS[index], GREEDY, **drafts)) for index in SOME
             }
         return self.references[method]
 
     def engine(self, method: str, **settings: Any) -> Engine:
-        return Engine(self.served, self.drafter(method), METHODS[method], EngineConfig(**settings))
+        config = EngineConfig(tree_nodes=tree_nodes(method), **settings)
+        return Engine(self.served, self.drafter(method), METHODS[method], config)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

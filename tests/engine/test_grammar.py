@@ -216,7 +216,7 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
     for length in range(len(text)):
         allowed_LW = np.empty((NUM_DRAFT_TOKENS + 1, -(-target.vocab_size // 32)), np.int32)
         proposed = [*text, 2, 2, 2, 2, 2][length : length + NUM_DRAFT_TOKENS]
-        drafts = guide.plan(proposed, allowed_LW)
+        drafts = guide.plan(proposed, [], NUM_DRAFT_TOKENS, allowed_LW).token_ids
         for row in range(len(drafts) + 1):
             wanted = fresh.allowed_after([*text[:length], *drafts[:row]])
             found = np.unpackbits(allowed_LW[row].view(np.uint8), bitorder="little").astype(bool)
@@ -224,7 +224,7 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
             if row < len(drafts) and not found[drafts[row]]:
                 break
         guide.advance([text[length]])
-    assert guide.plan([9, 9], allowed_LW[:3])[0] == 2, "only the end is left"
+    assert guide.plan([9, 9], [], 2, allowed_LW[:3]).token_ids == [2], "only the end is left"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_tokenizer_that_the_library_would_misread_is_read_right_or_refused() -
     guide = make_guide(readable, Grammar("regex", "a the"))
     text = readable.tokenizer.encode("a the")
     guide.advance(text[:1])
-    assert guide.plan([3, 3], np.empty((3, 9), np.int32))[0] == text[1], "a space is known as one"
+    assert guide.plan([3, 3], [], 2, np.empty((3, 9), np.int32)).token_ids[0] == text[1], "a space is known as one"
     broken.tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()
     with pytest.raises(TargetError, match="llguidance misreads the tokenizer of target 'tiny-llama'"):
         make_guide(broken, Grammar("json_object"))

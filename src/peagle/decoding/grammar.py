@@ -7,10 +7,12 @@ JSON has one space after each comma and colon, and no other whitespace. So most 
 the byte and can be drafted, and no answer loops in whitespace.
 """
 
+import itertools
 import json
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -30,6 +32,40 @@ MAX_KEPT_GRAMMARS = 256
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PROBE = '{"a b": [1, 23]} \u00e9\u4e2d \U0001f600.'
 """Text that the library and the tokenizer must decode to the same bytes."""
+
+
+@dataclass
+class GuidedDrafts:
+    """A tree of drafts behind an answer. Node 0 is the answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """of nodes 1, 2, ..."""
+    parents: list[int] = field(default_factory=lambda: [0])
+    depths: list[int] = field(default_factory=lambda: [0])
+    ancestors: list[int] = field(default_factory=lambda: [1])
+    """of nodes 0, 1, ..., as in `CandidateTree`"""
+
+    @property
+    def tree(self) -> tuple[list[int], list[int], list[int]]:
+        return self.parents, self.depths, self.ancestors
+
+    def token(self, node: int) -> int | None:
+        return self.token_ids[node - 1] if node else None
+
+    def path(self, node: int) -> list[int]:
+        return [token for index, token in enumerate(self.token_ids, start=1) if self.ancestors[node] >> index & 1]
+
+    def child(self, parent: int, token: int) -> int | None:
+        nodes = (node for node in range(1, len(self.parents)) if self.parents[node] == parent)
+        return next((node for node in nodes if self.token(node) == token), None)
+
+    def add(self, parent: int, token: int) -> int:
+        node = len(self.parents)
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.ancestors.append(self.ancestors[parent] | 1 << node)
+        return node
 
 
 class Guide:
@@ -53,34 +89,57 @@ class Guide:
         """Bitmask of the tokens that may come next: bit v % 32 of word v // 32, int32."""
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._num_words]
 
-    def plan(self, draft_ids: Sequence[int], allowed_LW: np.ndarray) -> list[int]:
-        """The drafts to verify; writes to row j of `allowed_LW` what may follow the first j of them.
+    def plan(
+        self, draft_ids: Sequence[int], parents: Sequence[int], max_depth: int, allowed_LW: np.ndarray
+    ) -> "GuidedDrafts":
+        """The drafts to verify; writes to row j of `allowed_LW` what may follow draft j, to row 0 what may come first.
 
-        If the grammar forces a continuation, it replaces the drafts. Rows after a token that is not allowed, or after
-        an end token, are never reached; they allow everything.
+        Node 0 is the answer so far, and `parents` are nodes; with none, each draft follows the one before it. Drafts
+        that are not allowed go. Where the grammar forces a continuation, it replaces the drafts, and takes the places
+        of those that went.
         """
-        drafts = list(draft_ids)
+        drafts = GuidedDrafts()
         allowed_LW[:] = -1
-        forced: list[int] = []
-        num_walked = 0
-        for row in range(len(drafts) + 1):
-            allowed_LW[row] = self.allowed()
-            if row == len(drafts):
+        forced = {0: self._look([], allowed_LW[0])}
+        found: dict[int, int | None] = {0: 0}
+
+        def add(parent: int, token: int) -> int | None:
+            """The node of this token behind a node; None if it is not allowed, or too deep."""
+            if (node := drafts.child(parent, token)) is not None:
+                return node
+            is_allowed = (int(allowed_LW[parent, token // BITS]) >> token % BITS) & 1
+            if not is_allowed or drafts.token(parent) in self._end_ids or drafts.depths[parent] == max_depth:
+                return None
+            node = drafts.add(parent, token)
+            if token not in self._end_ids:
+                own = self._look(drafts.path(node), allowed_LW[node])
+                forced[node] = forced[parent][1:] or own
+            return node
+
+        for index, token in enumerate(draft_ids, start=1):
+            parent = found[parents[index - 1] if parents else index - 1]
+            if parent is not None and forced.get(parent):
+                token = forced[parent][0]
+            found[index] = None if parent is None else add(parent, token)
+        for parent in itertools.count():
+            if parent > len(drafts.token_ids) or len(drafts.token_ids) == len(draft_ids):
                 break
-            # The forced next tokens, as the tokenizer would write them; empty if there is a choice.
-            forced = forced or (
-                [self._end_ids[0]] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
-            )
-            if forced:
-                drafts[row] = forced.pop(0)
-            token = drafts[row]
-            is_allowed = (int(allowed_LW[row, token // BITS]) >> token % BITS) & 1
-            if token in self._end_ids or not is_allowed or not self._matcher.try_consume_tokens([token]):
-                break
-            num_walked += 1
+            if forced.get(parent):
+                add(parent, forced[parent][0])
+        return drafts
+
+    def _look(self, token_ids: Sequence[int], allowed_W: np.ndarray) -> list[int]:
+        """Write the mask of what may follow these tokens, and return what must, as the tokenizer would write it."""
+        num_walked = self._matcher.try_consume_tokens(list(token_ids)) if token_ids else 0
+        if num_walked == len(token_ids):
+            allowed_W[:] = self.allowed()
+            is_over = self._matcher.is_stopped()
+            forced = [self._end_ids[0]] if is_over else list(self._matcher.compute_ff_tokens())
+        else:
+            forced = []
         if num_walked:
             self._matcher.rollback(num_walked)
-        return drafts
+        return forced
 
     def allowed_after(self, answer_ids: Sequence[int]) -> np.ndarray | None:
         """Mask of the tokens that may follow an answer, bool; None if the answer breaks the grammar or has ended.

@@ -2,13 +2,14 @@
 
 Every faster path is compared with this one, and this one with `transformers.generate`. Each step
 
-    draft     the drafter reads the newest tokens with the target's states and proposes K tokens
-    verify    the target runs the newest token and the K drafts in one forward pass
+    draft     the drafter reads the newest tokens with the target's states and proposes K tokens, or a tree
+    verify    the target runs the newest token and the K drafts in one forward pass; of a tree one branch per pass,
+              from the likeliest on, as long as the token that the target wants next is in the tree
     commit    appends the accepted drafts and one more token; both KV caches are cropped to the text
 
 so every emitted token is the target's own choice, whatever the drafter proposes.
 
-Shapes: K draft tokens, L = K + 1, V vocabulary, A concatenated aux width.
+Shapes: K draft tokens of a branch, L = K + 1, V vocabulary, A concatenated aux width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from peagle.decoding.adjusting import adjusted_logits, check_token_ids
+from peagle.decoding.draft_tree import DraftTree, best_first
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.decoding.verify import verify_deterministic, verify_greedy
-from peagle.drafter.drafting import Draft, DraftingSession
+from peagle.drafter.drafting import DraftingSession
 from peagle.drafter.model import Drafter
 from peagle.errors import RequestError
 from peagle.kernels.choose import target_probs
@@ -42,8 +44,9 @@ class Step:
     texts: tuple[str, ...]
     """The text that each token adds."""
     draft_token_ids: tuple[int, ...] = ()
+    """The drafts that were verified; of a tree all nodes, best first."""
     draft_gaps: tuple[float, ...] = ()
-    """The drafter's margin at each draft token: its logit minus the second best."""
+    """The drafter's margin at each depth: its best logit minus the second best."""
     num_accepted: int = 0
     """Accepted draft tokens, including those after the end of the answer, as vLLM counts them."""
     finish_reason: FinishReason | None = None
@@ -64,11 +67,12 @@ def decode(
     *,
     drafter: Drafter | None = None,
     num_draft_tokens: int = 0,
+    tree_nodes: int | None = None,
 ) -> Iterator[Step]:
     """Answer one prompt step by step. Closing the iterator ends the request.
 
     Without a drafter, or with `num_draft_tokens` 0, every step emits one token. `params.num_draft_tokens` takes
-    precedence over `num_draft_tokens`.
+    precedence over `num_draft_tokens`. With `tree_nodes`, drafts are a tree of that many nodes instead of a chain.
     """
     check_prompt(target, prompt_ids)
     num_draft_tokens = _check_params(params, drafter, num_draft_tokens)
@@ -77,7 +81,7 @@ def decode(
     if drafter is None or num_draft_tokens == 0:
         return request.run(None, 0)
     drafter.check_num_draft_tokens(num_draft_tokens)
-    return request.run(DraftingSession(drafter), num_draft_tokens)
+    return request.run(DraftingSession(drafter), num_draft_tokens, tree_nodes)
 
 
 def check_prompt(target: HFTarget, prompt_ids: Sequence[int]) -> None:
@@ -123,10 +127,12 @@ class _Request:
         self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
 
     @torch.no_grad()
-    def run(self, session: DraftingSession | None, num_draft_tokens: int) -> Iterator[Step]:
+    def run(
+        self, session: DraftingSession | None, num_draft_tokens: int, tree_nodes: int | None = None
+    ) -> Iterator[Step]:
         cache = self.target.new_cache()
         output = self.target.forward(self._tensor(self.token_ids)[None], cache)
-        _, next_token = self._decide(output.logits_BTV[0, -1:], None)
+        _, next_token = self._decide(output.logits_BTV[0, -1:], ())
         yield (step := self._commit((next_token,), ("prefill",)))
         known_aux_TA = output.aux_hidden_BTA[0]
         while step.finish_reason is None:
@@ -135,22 +141,31 @@ class _Request:
             num_drafts = min(num_draft_tokens, self.target.max_length - len(self.token_ids))
             if session is not None and num_drafts > 0:
                 draft = session.draft(self.token_ids[session.num_anchors :], known_aux_TA, num_drafts)
-            draft_token_ids = draft.token_ids if draft else ()
-            row = self._tensor([self.token_ids[-1], *draft_token_ids])
-            output = self.target.forward(row[None], cache)
-            num_accepted, next_token = self._decide(output.logits_BTV[0], draft)
-            if num_accepted < len(draft_token_ids):
-                cache.crop(num_accepted - len(draft_token_ids))
+            tree = DraftTree() if draft is None else DraftTree.chain(draft.token_ids)
+            if session is not None and draft is not None and tree_nodes is not None:
+                tree = best_first(draft.logits_KU, session.to_target_ids, tree_nodes)
+            branch: list[int] = tree.branch_below(0)
+            while True:
+                drafted = tree.tokens(branch)
+                output = self.target.forward(self._tensor([self.token_ids[-1], *drafted])[None], cache)
+                num_accepted, next_token = self._decide(output.logits_BTV[0], drafted)
+                node = tree.child(branch[num_accepted - 1] if num_accepted else 0, next_token)
+                if node is None:
+                    break
+                # The target wants a token of another branch: verify that one.
+                cache.crop(-len(drafted) - 1)
+                branch = [*branch[:num_accepted], node, *tree.branch_below(node)]
+            if num_accepted < len(drafted):
+                cache.crop(num_accepted - len(drafted))
             known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]
             accepted: list[TokenKind] = ["accepted"] * num_accepted
-            last: TokenKind = "bonus" if num_accepted == len(draft_token_ids) else "recovered"
-            token_ids, kinds = (*draft_token_ids[:num_accepted], next_token), (*accepted, last if draft else "plain")
-            yield (step := self._commit(token_ids, kinds, draft, num_accepted))
+            last: TokenKind = "bonus" if num_accepted == len(drafted) else "recovered"
+            token_ids, kinds = (*drafted[:num_accepted], next_token), (*accepted, last if draft else "plain")
+            yield (step := self._commit(token_ids, kinds, tree.token_ids, draft.gaps if draft else (), num_accepted))
 
-    def _decide(self, logits_LV: Tensor, draft: Draft | None) -> tuple[int, int]:
+    def _decide(self, logits_LV: Tensor, draft_token_ids: Sequence[int]) -> tuple[int, int]:
         """How many draft tokens are accepted, and the token after them."""
         params = self.params
-        draft_token_ids = draft.token_ids if draft else ()
         drafts = (self._tensor(draft_token_ids)[None], self._tensor([len(draft_token_ids)]))
         if params.adjusts_logits:
             logits_LV = self._adjust(logits_LV, draft_token_ids)
@@ -180,7 +195,8 @@ class _Request:
         self,
         token_ids: tuple[int, ...],
         kinds: tuple[TokenKind, ...],
-        draft: Draft | None = None,
+        draft_token_ids: Sequence[int] = (),
+        draft_gaps: tuple[float, ...] = (),
         num_accepted: int = 0,
     ) -> Step:
         """Append the tokens, up to the end of the answer if it is among them."""
@@ -196,8 +212,8 @@ class _Request:
             token_ids[: len(texts)],
             kinds[: len(texts)],
             tuple(texts),
-            draft.token_ids if draft else (),
-            draft.gaps if draft else (),
+            tuple(draft_token_ids),
+            draft_gaps,
             num_accepted,
             finish_reason,
         )

@@ -83,3 +83,41 @@ def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor
     is_match_BK = (wanted_BL[:, : len(column_K)] == draft_tokens_BK) & (column_K < num_draft_B.unsqueeze(1))
     num_accepted_B = is_match_BK.to(torch.int64).cumprod(1).sum(1)
     return Verification(num_accepted_B, wanted_BL.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1))
+
+
+class KeptPath(NamedTuple):
+    """The branch of a candidate tree that the target agrees with."""
+
+    num_accepted_B: Tensor
+    node_BD: Tensor
+    """the nodes from the root down, D = K + 1; 0, the root, beyond the last accepted one"""
+
+
+def keep_path(
+    wanted_BL: Tensor,
+    tokens_BL: Tensor,
+    parent_BL: Tensor,
+    depth_BL: Tensor,
+    ancestors_BL: Tensor,
+    num_nodes_B: Tensor,
+    num_depths: int,
+) -> KeptPath:
+    """Accept every node whose token, and that of every node above it, is the one wanted after its parent.
+
+    Children of one node differ, so the accepted nodes are one branch. Shapes: L = 1 + nodes, node 0 is the root. Root
+    with the children 5 and 7, and 6 below 5; the target wants 7 after the root:
+
+    >>> tree = [torch.tensor([row]) for row in ([0, 0, 0, 1], [0, 1, 1, 2], [0b0001, 0b0011, 0b0101, 0b1011])]
+    >>> tokens_BL, wanted_BL = torch.tensor([[3, 5, 7, 6]]), torch.tensor([[7, 6, 9, 2]])
+    >>> keep_path(wanted_BL, tokens_BL, *tree, num_nodes_B=torch.tensor([3]), num_depths=2)
+    KeptPath(num_accepted_B=tensor([1]), node_BD=tensor([[0, 2, 0]]))
+    """
+    node_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    is_match_BL = (tokens_BL == wanted_BL.gather(1, parent_BL)) & (node_L <= num_nodes_B[:, None]) | (node_L == 0)
+    matches_B = (is_match_BL.to(torch.int64) << node_L).sum(1)
+    is_kept_BL = (ancestors_BL & ~matches_B[:, None]) == 0
+    # Nodes that are not kept go to a column of their own.
+    column_BL = depth_BL.masked_fill(~is_kept_BL, num_depths + 1)
+    node_BD = torch.zeros(len(tokens_BL), num_depths + 2, dtype=torch.int64, device=tokens_BL.device)
+    node_BD.scatter_(1, column_BL, node_L.expand_as(column_BL))
+    return KeptPath(is_kept_BL.sum(1) - 1, node_BD[:, :-1])

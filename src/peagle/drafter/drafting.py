@@ -37,6 +37,9 @@ class DraftingSession:
         if drafter.config.parallel:
             self._fused_mask_D = drafter.fuse(drafter.mask_hidden)
 
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return self._drafter.to_target_ids(draft_ids)
+
     @torch.no_grad()
     def draft(self, token_ids: list[int], aux_hidden_TA: Tensor, num_draft_tokens: int) -> Draft:
         """Read what the target emitted since the last call and draft the next tokens.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, RequestError
+from peagle.kernels.candidate_tree import MAX_NODES
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import CPU_MAX_LENGTH, GPU_MAX_LENGTH, EngineConfig
 from peagle.targets.hf import HFTarget
@@ -30,6 +31,16 @@ def check_types(params: SamplingParams) -> None:
     stop: object = params.stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
+
+
+def check_tree(drafter: Drafter | None, tree_nodes: int | None) -> None:
+    if tree_nodes is None:
+        return
+    if tree_nodes > MAX_NODES:
+        raise ConfigError(f"tree_nodes={tree_nodes} exceeds the limit of {MAX_NODES}")
+    if drafter is None or not drafter.config.parallel:
+        found = "there is none" if drafter is None else "this one drafts token by token (EAGLE-3)"
+        raise ConfigError(f"tree_nodes={tree_nodes} needs a parallel drafter, but {found}", hint="omit tree_nodes")
 
 
 def check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: HFTarget) -> int | None:

@@ -17,7 +17,7 @@ from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
-from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_types
+from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_tree, check_types
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
 from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
 from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
@@ -50,6 +50,7 @@ class Engine:
         """Start an engine. With `num_draft_tokens` None, a CPU engine measures which number is the fastest."""
         config = config or EngineConfig()
         num_draft_tokens = check_drafts(drafter, num_draft_tokens, target)
+        check_tree(drafter, config.tree_nodes)
         self.target = target
         target.check_not_lent()
         if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
@@ -120,6 +121,7 @@ class Engine:
             raise RequestError(f"request {request_id!r} is already being served", hint="use a unique request id")
         self._check_queue(params.n)
         num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
+        tree_nodes = self.runner.config.tree_nodes or 0
         if params.adjusts_logits:
             check_token_ids(params, self.target.vocab_size)
             check_edits(params, stop_ids)
@@ -132,7 +134,7 @@ class Engine:
             own = replace(params, n=1, seed=seed, top_k=top_k, prompt_logprobs=prompt_logprobs)
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             guide = None if own.grammar is None else make_guide(self.target, own.grammar)
-            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, guide)
+            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, tree_nodes, guide)
             stop_check = self._stop_check(own, request, on_update)
             pending.completions.append(PendingCompletion(pending, index, request, stop_check))
         for index, completion in enumerate(pending.completions):
@@ -285,7 +287,7 @@ class Engine:
         self.scheduler.commit(request, kept)
         if request.guide is not None and emission.draft_ids is not None:
             request.guide.advance(kept)
-            request.draft_ids = emission.draft_ids
+            request.draft_ids, request.draft_parents = emission.draft_ids, emission.draft_parents
         completion.texts += texts
         output = self._finish(completion, finish_reason) if finish_reason is not None else None
         if completion.parent.on_update is not None:

@@ -1,7 +1,7 @@
 """Adjust logits before a token is chosen: biases, banned end tokens, penalties, grammars.
 
-Legend: B requests, K draft tokens, L rows per request (row j comes after j draft tokens, so L is at most K + 1),
-N = B * L, V vocabulary, E edits, W = ceil(V / 32) words of bits.
+Legend: B requests, M draft tokens, L = M + 1 rows per request (row 0, then a row behind each draft token), N = B * L,
+V vocabulary, E edits, W = ceil(V / 32) words of bits.
 
 Nothing reads a value on the host, so a CUDA graph can capture it. A request with neutral settings (no edits, penalties
 1, 0 and 0, every bit set) keeps its logits bit for bit.
@@ -42,55 +42,57 @@ def adjust_logits(
     edits: Edits,
     penalties: Penalties,
     allowed_BLW: Tensor,
-    drafts_BK: Tensor,
-    position_B: Tensor,
+    drafts_BM: Tensor,
+    position_BL: Tensor,
+    ancestors_BL: Tensor,
 ) -> Tensor:
     """New float32 logits [N, V]: edits, then repetition, frequency and presence penalties, then the grammar's mask.
 
-    Row j of a request decides the token at index position_B + j of its sequence, after its first j draft tokens. Bit
-    v % 32 of word v // 32 of `allowed_BLW` (int32) is set if token v is allowed.
+    Row j of a request decides the token at index `position_BL` of its sequence, after the draft tokens of rows 1 .. j
+    whose bits are set in `ancestors_BL` (see `CandidateTree`). Bit v % 32 of word v // 32 of `allowed_BLW` (int32) is
+    set if token v is allowed.
     """
     num_requests, num_rows, _ = allowed_BLW.shape
     vocab_size = logits_NV.shape[1]
     # The logits are the largest tensor of a step: copy them once, then work in place.
     logits_BLV = logits_NV.view(num_requests, num_rows, vocab_size).to(torch.float32, copy=True)
-    _edit(logits_BLV, edits, position_B)
-    logits_BLV = _penalize_all(logits_BLV, penalties, drafts_BK[:, : num_rows - 1])
+    _edit(logits_BLV, edits, position_BL)
+    logits_BLV = _penalize_all(logits_BLV, penalties, drafts_BM, ancestors_BL)
     shift_32 = torch.arange(BITS, device=logits_NV.device, dtype=torch.int32)
     is_allowed_BLV = ((allowed_BLW[..., None] >> shift_32) & 1).flatten(2)[..., :vocab_size] != 0
     return logits_BLV.masked_fill_(~is_allowed_BLV, float("-inf")).flatten(0, 1)
 
 
-def _edit(logits_BLV: Tensor, edits: Edits, position_B: Tensor) -> None:
+def _edit(logits_BLV: Tensor, edits: Edits, position_BL: Tensor) -> None:
     num_rows = logits_BLV.shape[1]
-    position_BL = position_B[:, None] + torch.arange(num_rows, device=position_B.device)
     is_over_BLE = position_BL[..., None] >= edits.end_BE[:, None]
     value_BLE = edits.value_BE[:, None].expand(-1, num_rows, -1).masked_fill(is_over_BLE, 0)
     # Several edits of one token are zeros and one number, or include -inf: their order does not matter.
     logits_BLV.scatter_add_(2, edits.token_ids_BE[:, None].expand(-1, num_rows, -1), value_BLE)
 
 
-def _penalize_all(logits_BLV: Tensor, penalties: Penalties, drafts_BK: Tensor) -> Tensor:
-    """Penalize all tokens by the counts of the text, then recompute the drafted tokens with earlier drafts counted.
+def _penalize_all(logits_BLV: Tensor, penalties: Penalties, drafts_BM: Tensor, ancestors_BL: Tensor) -> Tensor:
+    """Penalize all tokens by the counts of the text, then recompute the drafted tokens with the drafts above counted.
 
     This avoids a table of counts per row.
     """
     repetition_B, frequency_B, presence_B, counts_BV, is_in_prompt_BV = penalties
     settings = tuple(setting_B[:, None, None] for setting_B in (repetition_B, frequency_B, presence_B))
-    num_drafts = drafts_BK.shape[1]
+    num_drafts = drafts_BM.shape[1]
     if num_drafts == 0:
         return _penalize(logits_BLV, counts_BV[:, None], is_in_prompt_BV[:, None], *settings)
-    # Entry (j, i): draft token i at row j + 1, which it precedes if i <= j.
-    is_before_KK = torch.ones(num_drafts, num_drafts, device=drafts_BK.device, dtype=torch.bool).tril()
-    is_same_BKK = drafts_BK[:, :, None] == drafts_BK[:, None]
-    num_before_BKK = (is_before_KK[None].to(torch.int32)[:, :, None] * is_same_BKK[:, None]).sum(-1, dtype=torch.int32)
-    token_ids_BKK = drafts_BK[:, None].expand(-1, num_drafts, -1)
-    counts_BKK = counts_BV.gather(1, drafts_BK)[:, None] + num_before_BKK
-    is_in_prompt_BKK = is_in_prompt_BV.gather(1, drafts_BK)[:, None]
-    # A draft token that does not precede the row has the count of the text, so its value does not change.
-    values_BKK = _penalize(logits_BLV[:, 1:].gather(2, token_ids_BKK), counts_BKK, is_in_prompt_BKK, *settings)
+    # Entry (j, i): draft token i at the row behind draft token j.
+    node_M = torch.arange(1, num_drafts + 1, device=drafts_BM.device)
+    is_above_BMM = (ancestors_BL[:, 1:, None] >> node_M) & 1
+    is_same_BMM = drafts_BM[:, :, None] == drafts_BM[:, None]
+    num_above_BMM = (is_above_BMM.float() @ is_same_BMM.float()).to(torch.int32)
+    token_ids_BMM = drafts_BM[:, None].expand(-1, num_drafts, -1)
+    counts_BMM = counts_BV.gather(1, drafts_BM)[:, None] + num_above_BMM
+    is_in_prompt_BMM = is_in_prompt_BV.gather(1, drafts_BM)[:, None]
+    # A draft token that is not above the row has the count of the text, so its value does not change.
+    values_BMM = _penalize(logits_BLV[:, 1:].gather(2, token_ids_BMM), counts_BMM, is_in_prompt_BMM, *settings)
     logits_BLV = _penalize(logits_BLV, counts_BV[:, None], is_in_prompt_BV[:, None], *settings)
-    logits_BLV[:, 1:].scatter_(2, token_ids_BKK, values_BKK)
+    logits_BLV[:, 1:].scatter_(2, token_ids_BMM, values_BMM)
     return logits_BLV
 
 

@@ -46,7 +46,7 @@ class CandidateTree(NamedTuple):
 
 def grow_tree(logprob_BKW: Tensor, max_depth_B: Tensor, num_nodes: int) -> CandidateTree:
     """The best `num_nodes` paths of at most `max_depth_B` tokens. Each depth is sorted, its likeliest token first."""
-    num_requests, num_depths, width = logprob_BKW.shape
+    num_depths, width = logprob_BKW.shape[1:]
     depth_K = torch.arange(num_depths, device=logprob_BKW.device)
     is_over_BK1 = (depth_K >= max_depth_B[:, None])[..., None]
     logprob_BKW = logprob_BKW.masked_fill(is_over_BK1 | logprob_BKW.isnan(), float("-inf"))

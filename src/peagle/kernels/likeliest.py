@@ -20,6 +20,13 @@ def likeliest_torch(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return logits_NV.argmax(-1), float_NV.amax(-1) - float_NV.logsumexp(-1)
 
 
+def likeliest_tokens(logits_NV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` most likely tokens [N, width] of each row, the likeliest first, and their log-probabilities."""
+    float_NV = logits_NV.float()
+    values_NW, tokens_NW = float_NV.topk(width, dim=-1)
+    return tokens_NW, values_NW - float_NV.logsumexp(-1, keepdim=True)
+
+
 def _likeliest_on_gpu(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     # Imported lazily: triton may not be installed.
     from peagle.kernels.likeliest_triton import likeliest_triton

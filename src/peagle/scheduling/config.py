@@ -52,6 +52,8 @@ class EngineConfig(EngineOptions):
     """tokens per page of the KV cache"""
     num_pages: int | None = None
     """pages of the KV cache; default: as many as `memory_share` allows and requests can use"""
+    tree_nodes: int | None = None
+    """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens"""
     verify_tokens: int | None = None
     """maximum tokens of a verification pass. If the batch has more, the engine verifies the first draft of each
     request, then the drafts most likely to be accepted. 0: verify all. Default: 320 on a GPU, all on a CPU"""
@@ -60,7 +62,7 @@ class EngineConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
+        for name, minimum in (("page_size", 1), ("num_pages", 1), ("tree_nodes", 1), ("verify_tokens", 0)):
             self._require(name, minimum)
 
 

@@ -30,6 +30,14 @@ class TokenLogprobs(NamedTuple):
     """the most likely tokens, as many as the request asked for"""
 
 
+def step_room(num_draft_tokens: int, tree_nodes: int | None) -> int:
+    """Positions behind the newest token that a decode step may touch.
+
+    The target verifies the drafts there. If K of them are accepted, the drafter drafts from K - 1 mask slots behind.
+    """
+    return max(2 * num_draft_tokens, tree_nodes or 0) if num_draft_tokens else 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Created with a prompt. After `Scheduler.add`, only the scheduler changes `state` and the fields after it."""
@@ -43,6 +51,8 @@ class Request:
     """maximum tokens of the sequence: the engine's limit, lowered to prompt + max_tokens"""
     end_ids: frozenset[int] = frozenset()
     """tokens that end the output"""
+    tree_nodes: int = 0
+    """drafts to verify per step, if they form a tree; else num_draft_tokens"""
     guide: "Guide | None" = None
     """constrains the output to a grammar. It must read all tokens before the next pass, so such a request has at most
     one pass in flight"""
@@ -51,6 +61,8 @@ class Request:
     """for prompt_logprobs: the log-probabilities so far, by index in the prompt"""
     draft_ids: list[int] = field(init=False, default_factory=list)
     """with a guide: the drafts behind the newest token on the device"""
+    draft_parents: list[int] = field(init=False, default_factory=list)
+    """the parent of each: 0 for the newest token, 1 for the first draft"""
     adjusts: bool = field(init=False)
     """whether penalties, biases, min_tokens or a grammar change its logits"""
     token_ids: list[int] = field(init=False)
@@ -115,17 +127,16 @@ class Request:
     def reach(self, num_in_flight: int) -> int:
         """Positions that a decode step may touch after `num_in_flight` unseen passes.
 
-        With K draft tokens, each unseen pass may have added K + 1 tokens. The step itself verifies K drafts behind the
-        newest token. If all are accepted, it drafts the next ones from K - 1 mask slots behind those.
+        With K draft tokens, each unseen pass may have added K + 1 tokens.
         """
         length = len(self.token_ids) + num_in_flight * (self.num_draft_tokens + 1)
-        return min(length, self.max_length) + 2 * self.num_draft_tokens
+        return min(length, self.max_length) + step_room(self.num_draft_tokens, self.tree_nodes)
 
     def drop_device_state(self) -> None:
         """Keep only the tokens. The caller has freed row and pages; results in flight become void."""
         self.row = None
         self.epoch += 1
-        self.pages = []
+        self.pages, self.draft_ids, self.draft_parents = [], [], []
         self.num_in_flight = self.num_prefilled = self.write_from = self.num_registered = 0
 
     def check_integrity(self, page_size: int) -> None:

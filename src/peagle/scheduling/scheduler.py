@@ -53,7 +53,7 @@ from dataclasses import dataclass
 
 from peagle.errors import CapacityError, ConfigError, RequestError
 from peagle.scheduling.pages import IntegrityError, PagePool
-from peagle.scheduling.request import Request
+from peagle.scheduling.request import Request, step_room
 
 DECODES_PER_ADMISSION = 8
 """A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
@@ -161,7 +161,7 @@ class Scheduler:
                 hint="shorten the prompt, or raise --max-length",
             )
         request.max_length = min(request.max_length, self.config.max_length)
-        num_needed = self.pages.pages_for(request.max_length + 2 * request.num_draft_tokens)
+        num_needed = self.pages.pages_for(request.max_length + step_room(request.num_draft_tokens, request.tree_nodes))
         if num_needed > self.pages.capacity:
             raise CapacityError(
                 f"{name}: {request.prompt_length} prompt and up to {request.max_length - request.prompt_length} "

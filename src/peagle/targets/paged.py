@@ -7,7 +7,7 @@ width.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,9 +24,6 @@ from peagle.targets.probing import OTHER_ENGINES, Probe, check_layer_types, no_m
 
 PAGED, PROBE = "peagle_paged", "peagle_probe"
 
-Memory = list[tuple[Tensor, Tensor]]
-"""One pair of key and value pages per layer, each [pages, page_size, G, E]."""
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -34,6 +31,36 @@ class LayerShape:
 
     num_groups: int
     width: int
+
+
+class Memory:
+    """The pages of a KV cache. `memory[layer]` are a layer's keys and values, each [pages, page_size, G, E].
+
+    Zeroed: unused entries must not contain NaN. Layers of one shape share a tensor, so that few launches move entries
+    in all of them.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self._blocks: list[Tensor] = []
+        self._layers: list[tuple[Tensor, Tensor]] = [()] * len(layers)  # type: ignore[list-item]  # filled below
+        for shape in dict.fromkeys(layers):
+            own = [index for index, layer in enumerate(layers) if layer == shape]
+            size = (len(own), 2, num_pages, page_size, shape.num_groups, shape.width)
+            block = torch.zeros(size, dtype=dtype, device=device)
+            self._blocks.append(block.view(2 * len(own), num_pages * page_size, shape.num_groups, shape.width))
+            for place, index in enumerate(own):
+                self._layers[index] = block[place, 0], block[place, 1]
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+    def move(self, source_M: Tensor, destination_M: Tensor) -> None:
+        """Copy entries from cell to cell in every layer. All are read before the first is written."""
+        for cells in self._blocks:
+            cells.index_copy_(1, destination_M, cells.index_select(1, source_M))
 
 
 class PagedTarget:
@@ -45,7 +72,7 @@ class PagedTarget:
 
     def __init__(self, target: HFTarget, compile: Compile | None = None) -> None:
         self.target = target
-        self._memory: Memory = []
+        self._memory: Memory | None = None
         AttentionInterface.register(PAGED, _attend_paged)
         AttentionMaskInterface.register(PAGED, no_mask)
         AttentionInterface.register(PROBE, _attend_probe)
@@ -68,12 +95,11 @@ class PagedTarget:
         self.target.model.set_attn_implementation(self._earlier_attention)
         for module in self.target.compilable_modules():
             module.__dict__.pop("forward", None)
-        self._memory = []
+        self._memory = None
         self.target.is_lent = False
 
     def new_memory(self, num_pages: int, page_size: int) -> Memory:
-        """Pages for every layer, zeroed: unused rows must not contain NaN."""
-        return new_memory(self.layers, num_pages, page_size, self.target.dtype, self.target.device)
+        return Memory(self.layers, num_pages, page_size, self.target.dtype, self.target.device)
 
     def forward(
         self,
@@ -113,7 +139,11 @@ class PagedTarget:
             module.forward = self._with_pages(bound, index) if index < len(self.target.layers) else bound
 
     def _with_pages(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        return lambda *args, **kwargs: forward(*args, **kwargs, paged_pages=self._memory[index])
+        def run(*args: Any, **kwargs: Any) -> Any:
+            assert self._memory is not None, "set by `forward`"
+            return forward(*args, **kwargs, paged_pages=self._memory[index])
+
+        return run
 
     @torch.no_grad()
     def _probe(self) -> tuple[LayerShape, ...]:
@@ -139,15 +169,6 @@ class PagedTarget:
                 hint=OTHER_ENGINES,
             )
         return tuple(found[index] for index in range(self.target.num_layers))
-
-
-def new_memory(
-    layers: tuple[LayerShape, ...], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> Memory:
-    def pages(layer: LayerShape) -> Tensor:
-        return torch.zeros(num_pages, page_size, layer.num_groups, layer.width, dtype=dtype, device=device)
-
-    return [(pages(layer), pages(layer)) for layer in layers]
 
 
 def _attend_paged(

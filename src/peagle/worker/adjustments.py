@@ -3,7 +3,7 @@
 The tables are as wide as the vocabulary, so they are allocated when a request first needs them. A pass without such a
 request does not read them.
 
-Shapes: R rows, B requests of a batch, K draft tokens, L = K + 1, V vocabulary, E edits, W words of bits.
+Shapes: R rows, B requests of a batch, M drafts, L = M + 1, V vocabulary, E edits, W words of bits.
 """
 
 from collections.abc import Collection
@@ -38,10 +38,10 @@ class Adjustments:
     is_in_prompt: Tensor
     """bool [R, V]"""
     allowed: Tensor
-    """int32 [R, L, W]: bit mask of the tokens that the grammar allows after the newest token and 0 .. K drafts"""
+    """int32 [R, L, W]: bit mask of the tokens that the grammar allows after the newest token and after each draft"""
 
     @classmethod
-    def empty(cls, num_rows: int, num_draft_tokens: int, vocab_size: int, device: torch.device) -> "Adjustments":
+    def empty(cls, num_rows: int, num_drafts: int, vocab_size: int, device: torch.device) -> "Adjustments":
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
 
@@ -54,14 +54,15 @@ class Adjustments:
             presence=zeros(torch.float32),
             counts=zeros(torch.int32, vocab_size),
             is_in_prompt=zeros(torch.bool, vocab_size),
-            allowed=zeros(torch.int32, num_draft_tokens + 1, -(-vocab_size // BITS)) - 1,
+            allowed=zeros(torch.int32, num_drafts + 1, -(-vocab_size // BITS)) - 1,
         )
 
     # On the device ----------------------------------------------------------------------------------------------------
 
-    def apply(self, logits_NV: Tensor, rows_B: Tensor, drafts_BK: Tensor, position_B: Tensor) -> Tensor:
+    def apply(
+        self, logits_NV: Tensor, rows_B: Tensor, drafts_BM: Tensor, position_BL: Tensor, ancestors_BL: Tensor
+    ) -> Tensor:
         """Adjusted logits, float32 [N, V]; see `adjust_logits`."""
-        num_places = drafts_BK.shape[1] + 1
         return adjust_logits(
             logits_NV,
             Edits(self.edit_ids[rows_B], self.edit_value[rows_B], self.edit_end[rows_B]),
@@ -72,9 +73,10 @@ class Adjustments:
                 self.counts[rows_B],
                 self.is_in_prompt[rows_B],
             ),
-            self.allowed[rows_B, :num_places],
-            drafts_BK,
-            position_B,
+            self.allowed[rows_B, : position_BL.shape[1]],
+            drafts_BM,
+            position_BL,
+            ancestors_BL,
         )
 
     def count(self, rows_B: Tensor, tokens_BL: Tensor, num_tokens_B: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.scheduling.draft_cost import StepCosts, choose_num_draft_tokens, known_acceptance, speed_table
-from peagle.targets.paged import LayerShape, PagedTarget, new_memory
+from peagle.targets.paged import LayerShape, Memory, PagedTarget
 from peagle.worker.drafting import Drafting
 from peagle.worker.row_state import RowState
 from peagle.worker.step import Step, run_eagerly
@@ -58,9 +58,7 @@ def measure_costs(target: PagedTarget, drafter: Drafter, acceptance: Sequence[fl
     layer = LayerShape(drafter.config.num_kv_heads, drafter.config.head_dim)
     target_memory = target.new_memory(num_pages + 1, page_size)
     device = target.target.device
-    drafter_memory = new_memory(
-        (layer,) * drafter.config.num_layers, num_pages + 1, page_size, target.target.dtype, device
-    )
+    drafter_memory = Memory((layer,) * drafter.config.num_layers, num_pages + 1, page_size, target.target.dtype, device)
     steps = {}
     for num_drafts in sorted({0, 1, limit // 2, limit}):
         state = RowState.empty(1, num_pages, num_drafts, device)
@@ -68,8 +66,8 @@ def measure_costs(target: PagedTarget, drafter: Drafter, acceptance: Sequence[fl
         max_position = target.target.max_length - 1
         drafting = None
         if num_drafts:
-            drafting = Drafting(drafter, num_drafts, state, drafter_memory, max_position, run_eagerly, False)
-        steps[num_drafts] = Step(target, drafting, num_drafts, state, target_memory, max_position)
+            drafting = Drafting(drafter, state, drafter_memory, max_position, run_eagerly, False)
+        steps[num_drafts] = Step(target, drafting, state, target_memory, max_position)
     row_B = torch.zeros(1, dtype=torch.long, device=device)
     verify_seconds: dict[int, float] = {}
     draft_seconds: dict[int, float] = {}

@@ -149,7 +149,7 @@ class CapturedSteps:
 
     def _seconds(self, replay: Callable[[], Any], length: int, repeats: int = 30) -> float:
         # Each replay may accept all drafts, and a sequence must not outgrow its pages.
-        num_tokens = self.step.num_draft_tokens + 1
+        num_tokens = self.step.state.num_draft_tokens + 1
         room = (self.step.state.page_table.shape[1] - 1) * self.step.page_size
         repeats = max(1, min(repeats, room // num_tokens - 3))
         length = max(1, min(length, room - (repeats + 2) * num_tokens))

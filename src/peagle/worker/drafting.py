@@ -1,13 +1,14 @@
 """Drafting: the drafter reads the newly accepted tokens with the target's hidden states and proposes K more.
 
-A P-EAGLE drafter (`config.parallel`) proposes all K tokens in one pass, from mask slots behind the last anchor. An
-EAGLE-3 drafter runs K passes: from the second on, its own token and state take the place of the target's.
+A P-EAGLE drafter (`config.parallel`) proposes the tokens of all K depths in one pass, from mask slots behind the last
+anchor; the likeliest ones grow a tree (`candidate_tree`), or a chain. An EAGLE-3 drafter runs K passes: from the second
+on, its own token and state take the place of the target's.
 
 The drafter's entry that reads token i (anchor i - 1) is stored at index i of the request's pages. A page then depends
 only on the tokens up to its end, so requests with the same prefix can share it.
 
-Shapes: B requests, K draft tokens, N slots of a pass, S slots of one request, T tokens, D drafter width, P pages per
-request, C chunks, A width of the concatenated hidden states (aux) of the target.
+Shapes: B requests, K depths, W tokens per depth, M drafts, N slots of a pass, S slots of one request, T tokens, D
+drafter width, P pages per request, C chunks, A width of the concatenated hidden states (aux) of the target.
 """
 
 from functools import partial
@@ -20,12 +21,16 @@ from torch.nn import functional
 from peagle.drafter.model import Attend, Drafter
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
+from peagle.kernels.candidate_tree import CandidateTree, grow_tree
 from peagle.kernels.compiler import Compile
-from peagle.kernels.likeliest import likeliest
+from peagle.kernels.likeliest import likeliest, likeliest_tokens
 from peagle.targets.paged import Memory
 from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
 from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
+
+TREE_WIDTH = 16
+"""tokens per depth that a tree is grown from"""
 
 
 class DrafterBatch(NamedTuple):
@@ -40,10 +45,10 @@ class DrafterBatch(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Draft tokens, their log-probabilities, and the drafter states they come from."""
+    """The likeliest tokens of each depth, their log-probabilities, and the drafter states they come from."""
 
-    tokens_BK: Tensor
-    logprob_BK: Tensor
+    tokens_BKW: Tensor
+    logprob_BKW: Tensor
     state_BKD: Tensor
 
 
@@ -57,17 +62,17 @@ class Drafting:
     def __init__(
         self,
         drafter: Drafter,
-        num_draft_tokens: int,
         state: RowState,
         memory: Memory,
         max_position: int,
         compile: Compile,
         needs_confidence: bool,
     ) -> None:
-        self.drafter, self.num_draft_tokens = drafter, num_draft_tokens
-        self.state, self.memory = state, memory
-        self.page_size, self.max_position = memory[0][0].shape[1], max_position
-        self.needs_confidence = needs_confidence
+        self.drafter, self.state, self.memory = drafter, state, memory
+        self.num_draft_tokens = state.num_draft_tokens
+        self.page_size, self.max_position = memory.page_size, max_position
+        self.needs_confidence = needs_confidence or state.is_tree
+        self.width = min(TREE_WIDTH, drafter.config.draft_vocab_size) if state.is_tree else 1
         with torch.no_grad():
             mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
             self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
@@ -85,16 +90,16 @@ class Drafting:
 
     def after_decode(self, rows_B: Tensor, batch: VerifyBatch, accepted: Accepted, aux_NA: Tensor) -> None:
         """Draft behind the tokens that a verification pass accepted."""
-        _, known_BL1, next_B1, num_accepted_B = accepted
         if not rows_B.is_cuda:
             # On a CPU shapes may depend on values, so drop the tokens that no request accepted.
-            num_kept = int(num_accepted_B.max()) + 1
-            aux_NA, known_BL1 = aux_NA[batch.place_BL[:, :num_kept].flatten()], known_BL1[:, : num_kept + 1]
-            batch = batch._replace(place_BL=torch.arange(len(aux_NA)).view(-1, num_kept))
-        slots = self._run_accepted_slots(batch, num_accepted_B, known_BL1, self._run_fuse(aux_NA))
+            num_kept = int(accepted.num_accepted_B.max()) + 1
+            aux_NA = aux_NA[accepted.place_BD[:, :num_kept].flatten()]
+            place_BD = torch.arange(len(aux_NA)).view(-1, num_kept)
+            accepted = accepted._replace(known_BD1=accepted.known_BD1[:, : num_kept + 1], place_BD=place_BD)
+        slots = self._run_accepted_slots(batch, accepted, self._run_fuse(aux_NA))
         table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
-        draft = self._draft(slots, table_BP, first_anchor_B + num_accepted_B)
-        self._run_store(rows_B, next_B1, draft.tokens_BK, draft.logprob_BK)
+        draft = self._draft(slots, table_BP, first_anchor_B + accepted.num_accepted_B)
+        self._run_store(rows_B, accepted.next_B1, draft.tokens_BKW, draft.logprob_BKW)
 
     def after_prefill(self, chunks: Chunks, layout: ChunkLayout, first: FirstTokens, aux_NA: Tensor) -> None:
         """Fill the drafter's KV cache for the chunks, and draft behind those that end their sequence."""
@@ -102,7 +107,7 @@ class Drafting:
         # Drafts behind a chunk that does not end its sequence are discarded.
         table_CP = layout.paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
         draft = self._draft(slots, table_CP, layout.end_C - 1)
-        self._run_store(first.rows_C, first.next_C1, draft.tokens_BK, draft.logprob_BK)
+        self._run_store(first.rows_C, first.next_C1, draft.tokens_BKW, draft.logprob_BKW)
 
     def _draft(self, batch: DrafterBatch, table_BP: Tensor, last_anchor_B: Tensor) -> Draft:
         """Run the slots of the new anchors, and draft from the last anchor of each request."""
@@ -111,21 +116,20 @@ class Drafting:
         one_B = torch.ones_like(last_anchor_B)
         for depth in range(self.num_depths, self.num_draft_tokens):
             # EAGLE-3: the drafter's own token and state take the place of the target's.
-            tokens_B2 = draft.tokens_BK.expand(-1, 2)
+            tokens_B2 = draft.tokens_BKW[..., 0].expand(-1, 2)
             batch = self._run_decode_slots(table_BP, last_anchor_B + depth, one_B, tokens_B2, draft.state_BKD)
             draft = self._run_choose(self._run_layers(batch), batch.last_B, 1)
             drafts.append(draft)
-        tokens_BK = torch.cat([each.tokens_BK for each in drafts], dim=1)
-        return Draft(tokens_BK, torch.cat([each.logprob_BK for each in drafts], dim=1), draft.state_BKD)
+        tokens_BKW = torch.cat([each.tokens_BKW for each in drafts], dim=1)
+        return Draft(tokens_BKW, torch.cat([each.logprob_BKW for each in drafts], dim=1), draft.state_BKD)
 
     # Building slots ---------------------------------------------------------------------------------------------------
 
-    def _accepted_slots(
-        self, batch: VerifyBatch, num_accepted_B: Tensor, known_BL1: Tensor, fused_ND: Tensor
-    ) -> DrafterBatch:
+    def _accepted_slots(self, batch: VerifyBatch, accepted: Accepted, fused_ND: Tensor) -> DrafterBatch:
         """Slots for the tokens that a verification pass accepted."""
         table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
-        return self._decode_slots(table_BP, first_anchor_B, num_accepted_B + 1, known_BL1, fused_ND[batch.place_BL])
+        num_anchors_B, fused_BTD = accepted.num_accepted_B + 1, fused_ND[accepted.place_BD]
+        return self._decode_slots(table_BP, first_anchor_B, num_anchors_B, accepted.known_BD1, fused_BTD)
 
     def _decode_slots(
         self, table_BP: Tensor, first_anchor_B: Tensor, num_anchors_B: Tensor, token_ids_BT: Tensor, fused_BTD: Tensor
@@ -198,21 +202,33 @@ class Drafting:
     # Choosing tokens --------------------------------------------------------------------------------------------------
 
     def _choose(self, state_1ND: Tensor, last_B: Tensor, num_depths: int) -> Draft:
-        """The most likely token of each of the last slots of each request."""
+        """The most likely tokens of each of the last slots of each request."""
         slots_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
         normed_BKD, state_BKD = self.drafter.layer_outputs(state_1ND[0, slots_BK])
         logits_BKV = self.drafter.logits(normed_BKD)
-        if not self.needs_confidence and not logits_BKV.is_cuda:
-            tokens_BK, logprob_BK = logits_BKV.argmax(-1), logits_BKV.new_zeros(slots_BK.shape)
+        logits_NV, shape = logits_BKV.flatten(0, 1), (*slots_BK.shape, self.width)
+        if self.width > 1:
+            found = likeliest_tokens(logits_NV, self.width)
+        elif self.needs_confidence or logits_NV.is_cuda:
+            found = likeliest(logits_NV)
         else:
-            tokens_BK, logprob_BK = (each_N.view(slots_BK.shape) for each_N in likeliest(logits_BKV.flatten(0, 1)))
-        return Draft(self.drafter.to_target_ids(tokens_BK), logprob_BK, state_BKD)
+            found = logits_NV.argmax(-1), torch.zeros(len(logits_NV))
+        tokens_BKW, logprob_BKW = (each.view(shape) for each in found)
+        return Draft(self.drafter.to_target_ids(tokens_BKW), logprob_BKW, state_BKD)
 
-    def _store(self, rows_B: Tensor, next_B1: Tensor, drafts_BK: Tensor, logprob_BK: Tensor) -> None:
-        """Write the newest token, its drafts and their confidence into the rows."""
-        self.state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BK], dim=1))
-        if self.needs_confidence:
-            self.state.confidence.index_copy_(0, rows_B, logprob_BK.cumsum(1))
+    def _store(self, rows_B: Tensor, next_B1: Tensor, tokens_BKW: Tensor, logprob_BKW: Tensor) -> None:
+        """Write the newest token and the tree of its drafts into the rows."""
+        state, num_nodes = self.state, self.state.tokens.shape[1] - 1
+        tree: CandidateTree = grow_tree(logprob_BKW, state.max_draft[rows_B], num_nodes)
+        if not state.is_tree:
+            drafts_BM = tokens_BKW[..., 0]
+        else:
+            place_BM = (tree.depth_BL[:, 1:] - 1).clamp_max(self.num_draft_tokens - 1) * self.width + tree.choice_BM
+            drafts_BM = tokens_BKW.flatten(1).gather(1, place_BM)
+            for table, new_BL in zip((state.parent, state.depth, state.ancestors), tree[:3], strict=True):
+                table.index_copy_(0, rows_B, new_BL)
+        state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BM], dim=1))
+        state.confidence.index_copy_(0, rows_B, tree.score_BM)
 
 
 def _attend_pages(

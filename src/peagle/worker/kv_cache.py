@@ -8,7 +8,7 @@ import torch
 from peagle.errors import CapacityError
 from peagle.host_memory import total_bytes
 from peagle.scheduling.config import EngineConfig
-from peagle.targets.paged import LayerShape, Memory, new_memory
+from peagle.targets.paged import LayerShape, Memory
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,6 @@ def make_kv_cache(
     return KVCache(
         num_pages,
         page_size,
-        new_memory(target_layers, num_pages, page_size, dtype, device),
-        new_memory(drafter_layers, num_pages, page_size, dtype, device),
+        Memory(target_layers, num_pages, page_size, dtype, device),
+        Memory(drafter_layers, num_pages, page_size, dtype, device),
     )

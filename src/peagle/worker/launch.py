@@ -39,7 +39,8 @@ class Emission(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
     draft_ids: list[int] | None = None
-    """for a request with a grammar: the drafts behind the newest token"""
+    draft_parents: list[int] = []
+    """for a request with a grammar: the drafts behind the newest token, and the parent of each"""
 
 
 class PromptScores(NamedTuple):
@@ -67,7 +68,7 @@ class Pass:
     """by place in `requests`"""
     scores: list[PromptScores] = field(default_factory=list)
     newest: dict[int, Tensor] = field(default_factory=dict)
-    """for requests with a grammar, by place in `requests`: the newest token and its drafts"""
+    """for requests with a grammar, by place in `requests`: newest token and drafts, and the parent of each, [2, L]"""
 
     def add_logprobs(self, result: PassResult, logprobs: LaunchLogprobs) -> None:
         """Compute the log-probabilities of the emitted tokens for the requests that ask for them."""
@@ -93,8 +94,8 @@ class Pass:
         for index, (request, epoch, line) in enumerate(zip(self.requests, self.epochs, self.lines, strict=True)):
             count, num_drafts, *tokens = emitted[line]
             logprobs = self.logprobs[index].to_list()[:count] if index in self.logprobs else None
-            draft_ids = self.newest[index].tolist()[1:] if index in self.newest else None
-            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs, not self.is_decode, draft_ids)
+            drafts = self.newest[index][:, 1:].tolist() if index in self.newest else ()
+            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs, not self.is_decode, *drafts)
 
 
 @dataclass

@@ -33,7 +33,7 @@ class Prefill:
         compile: Compile,
     ) -> None:
         self.target, self.drafting, self.state, self.memory = target, drafting, state, memory
-        self.page_size, self.max_position = memory[0][0].shape[1], max_position
+        self.page_size, self.max_position = memory.page_size, max_position
         self._run_lay_out = compile(self._lay_out)
         self._run_first_tokens = compile(self._first_tokens)
         self._run_first_tokens_adjusted = compile(self._first_tokens_adjusted)
@@ -99,8 +99,8 @@ class Prefill:
     def _first_tokens_adjusted(
         self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor, adjustments: Adjustments
     ) -> FirstTokens:
-        no_drafts_C0 = chunks.row_C.new_empty(len(chunks.row_C), 0)
-        adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C)
+        no_drafts_C0, root_C1 = chunks.row_C.new_empty(len(end_C), 0), torch.ones_like(end_C)[:, None]
+        adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C[:, None], root_C1)
         first = self._first_tokens(chunks, end_C, adjusted_CV)
         adjustments.count(first.rows_C, first.next_C1, first.emitted_C3[:, 0])
         return first

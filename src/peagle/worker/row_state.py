@@ -3,7 +3,7 @@
 A request owns one row from admission until it finishes or is preempted. The last row is the padding row. It belongs to
 no request, fills up batches to a captured size, and absorbs writes that must leave no trace.
 
-Shapes: R rows, K draft tokens, L = K + 1, P pages per request, N tokens of a pass, V vocabulary.
+Shapes: R rows, M nodes of a candidate tree, L = M + 1, P pages per request, N tokens of a pass, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from peagle.kernels.candidate_tree import chain
 from peagle.kernels.choose import choose_tokens
 from peagle.kernels.random_numbers import STREAM_DRAW
 from peagle.scheduling.request import Request
@@ -26,20 +27,37 @@ class RowState:
     length: Tensor
     """int64 [R]: tokens in the target's KV cache, and so the index of the newest token"""
     tokens: Tensor
-    """int64 [R, L]: the newest token, then its drafts"""
+    """int64 [R, L]: the newest token, then the drafts behind it: the nodes of a `CandidateTree`, best first"""
     confidence: Tensor
-    """float32 [R, K]: the drafter's log-probability that all drafts up to each one are accepted"""
+    """float32 [R, M]: the drafter's log-probability that each draft is accepted; -inf for places without one"""
+    parent: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    """int64 [R, L] each: the tree, as in `CandidateTree`. They never change if drafts are chains"""
     max_draft: Tensor
-    """int64 [R]: draft tokens to verify per step"""
+    """int64 [R]: depth of the drafts"""
     seed: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    num_draft_tokens: int
+    """K: the maximum depth of the drafts"""
+    is_tree: bool
+    """whether drafts may branch"""
 
     @classmethod
-    def empty(cls, num_rows: int, num_pages: int, num_draft_tokens: int, device: torch.device) -> "RowState":
-        """State for `num_rows` requests of at most `num_pages` pages each."""
+    def empty(
+        cls,
+        num_rows: int,
+        num_pages: int,
+        num_draft_tokens: int,
+        device: torch.device,
+        tree_nodes: int | None = None,
+    ) -> "RowState":
+        """State for `num_rows` requests of at most `num_pages` pages each. Drafts are chains without `tree_nodes`."""
+        num_nodes = num_draft_tokens if tree_nodes is None else tree_nodes
+        parent, depth, ancestors = (each_L.expand(num_rows + 1, -1).clone() for each_L in chain(num_nodes, device))
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(num_rows + 1, *shape, dtype=dtype, device=device)
@@ -47,14 +65,19 @@ class RowState:
         return cls(
             page_table=zeros(torch.int32, num_pages + 1),
             length=zeros(torch.int64),
-            tokens=zeros(torch.int64, num_draft_tokens + 1),
-            confidence=zeros(torch.float32, num_draft_tokens),
+            tokens=zeros(torch.int64, num_nodes + 1),
+            confidence=zeros(torch.float32, num_nodes) - float("inf"),
+            parent=parent,
+            depth=depth,
+            ancestors=ancestors,
             max_draft=zeros(torch.int64),
             seed=zeros(torch.int64),
             temperature=zeros(torch.float32),
             top_k=zeros(torch.int32),
             top_p=zeros(torch.float32) + 1,
             min_p=zeros(torch.float32),
+            num_draft_tokens=num_draft_tokens,
+            is_tree=tree_nodes is not None,
         )
 
     @property

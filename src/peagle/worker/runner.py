@@ -19,7 +19,7 @@ from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
 from peagle.scheduling.config import GPU_VERIFY_TOKENS, EngineConfig
-from peagle.scheduling.request import Request
+from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import cache_directory
@@ -85,8 +85,9 @@ class Runner:
                 num_draft_tokens = self._calibrate()
             self.num_draft_tokens = num_draft_tokens
             self.kv_cache = self._make_kv_cache(max_length)
-            pages_per_sequence = -(-(max_length + 2 * num_draft_tokens) // config.page_size)
-            self.state = RowState.empty(max_batch, pages_per_sequence, num_draft_tokens, self.device)
+            pages_per_sequence = self._pages_per_sequence(max_length)
+            tree_nodes = config.tree_nodes if num_draft_tokens else None
+            self.state = RowState.empty(max_batch, pages_per_sequence, num_draft_tokens, self.device, tree_nodes)
             self.rows = HostRows(max_batch, pages_per_sequence)
             self._transfers = Transfers(self.device)
             self._adjusted_rows: set[int] = set()
@@ -143,7 +144,7 @@ class Runner:
         """Allocate the tables for penalties, biases and grammars, if they do not exist yet."""
         if self.adjustments is not None:
             return
-        sizes = (self.max_batch, self.num_draft_tokens, self.target.vocab_size)
+        sizes = (self.max_batch, self.state.tokens.shape[1] - 1, self.target.vocab_size)
         try:
             self.adjustments = Adjustments.empty(*sizes, self.device)
         except torch.cuda.OutOfMemoryError as error:
@@ -185,7 +186,7 @@ class Runner:
             self.rows.write_pages(chunk.request)
             if chunk.is_last:
                 self._upload_adjustments(chunk.request)
-                self._upload_grammar(chunk.request, [])
+                self._upload_grammar(chunk.request)
         for request in plan.grown:
             if request.is_running:
                 self.rows.write_pages(request)
@@ -196,7 +197,7 @@ class Runner:
             self._transfers.send(self.rows.page_table, self.state.page_table)
         for request in plan.decodes:
             if request.guide is not None:
-                self._upload_grammar(request, request.draft_ids[: request.num_draft_tokens])
+                self._upload_grammar(request)
 
     def _upload_adjustments(self, request: Request) -> None:
         """Send the adjustments of a request, or reset its row if an earlier request left some."""
@@ -209,17 +210,24 @@ class Runner:
         if not request.adjusts:
             self._adjusted_rows.discard(request.row)
 
-    def _upload_grammar(self, request: Request, draft_ids: list[int]) -> None:
-        """Send the tokens that a request's grammar allows in its next pass, and the drafts that it forces."""
+    def _upload_grammar(self, request: Request) -> None:
+        """Send the tokens that a request's grammar allows in its next pass, and the drafts that it leaves or forces."""
         if request.guide is None:
             return
-        adjustments = self.adjustments
-        assert adjustments is not None and request.row is not None, "allocated when the request was added"
+        adjustments, state, row = self.adjustments, self.state, request.row
+        assert adjustments is not None and row is not None, "allocated when the request was added"
         allowed_LW = np.empty(adjustments.allowed.shape[1:], np.int32)
-        drafts = request.guide.plan(draft_ids, allowed_LW)
-        adjustments.write(adjustments.allowed[request.row], allowed_LW)
-        if drafts != draft_ids:
-            adjustments.write(self.state.tokens[request.row, 1 : 1 + len(drafts)], np.array(drafts, np.int64))
+        drafts = request.guide.plan(request.draft_ids, request.draft_parents, request.num_draft_tokens, allowed_LW)
+        adjustments.write(adjustments.allowed[row], allowed_LW)
+        if not request.draft_ids:  # a prefill pass
+            return
+        num_kept = len(drafts.token_ids)
+        adjustments.write(state.tokens[row, 1 : 1 + num_kept], np.array(drafts.token_ids, np.int64))
+        confidence = np.where(np.arange(len(state.confidence[row])) < num_kept, 0, -np.inf)
+        adjustments.write(state.confidence[row], confidence.astype(np.float32))
+        if state.is_tree:
+            for table, values in zip((state.parent, state.depth, state.ancestors), drafts.tree, strict=True):
+                adjustments.write(table[row, : 1 + num_kept], np.array(values, np.int64))
 
     def _prefill(self, plan: Plan, logprobs: LaunchLogprobs) -> Pass:
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -267,7 +275,8 @@ class Runner:
         """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
         for index, request in enumerate(made.requests):
             if request.guide is not None:
-                made.newest[index] = self._transfers.fetch(self.state.tokens[request.row].clone())
+                drafts_2L = torch.stack([self.state.tokens[request.row], self.state.parent[request.row]])
+                made.newest[index] = self._transfers.fetch(drafts_2L)
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
@@ -299,12 +308,10 @@ class Runner:
         drafting = None
         if self.drafter is not None:
             memory, needs_confidence = self.kv_cache.drafter_memory, verify_tokens is not None
-            drafting = Drafting(
-                self.drafter, self.num_draft_tokens, self.state, memory, max_position, compile, needs_confidence
-            )
+            drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)
-        self.step = Step(self.paged_target, drafting, self.num_draft_tokens, *shared, verify_tokens)
+        self.step = Step(self.paged_target, drafting, *shared, verify_tokens)
 
     def _compile_drafter(self, compile: Compile | None) -> None:
         if compile is None or self.drafter is None:
@@ -325,16 +332,21 @@ class Runner:
             config,
             page_bytes(layers + drafter_layers, config.page_size, dtype),
             free_bytes(self.device) - self._activation_bytes(),
-            -(-(max_length + 2 * self.num_draft_tokens) // config.page_size),
+            self._pages_per_sequence(max_length),
             self.max_batch,
         )
         return make_kv_cache(layers, drafter_layers, num_pages, config.page_size, dtype, self.device)
+
+    def _pages_per_sequence(self, max_length: int) -> int:
+        room = step_room(self.num_draft_tokens, self.config.tree_nodes)
+        return -(-(max_length + room) // self.config.page_size)
 
     def _activation_bytes(self) -> int:
         """Memory to leave for activations: logits, in float32 at worst, and the hidden states of some layers."""
         if self.device.type != "cuda":
             return 0
-        num_logits = max(self.max_batch * (self.num_draft_tokens + 1), 64)
+        num_drafts = self.num_draft_tokens and (self.config.tree_nodes or self.num_draft_tokens)
+        num_logits = max(self.max_batch * (num_drafts + 1), 64)
         num_tokens = max(self.config.prefill_tokens, 2 * num_logits)
         intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
         width = 8 * self.target.hidden_size + 4 * intermediate

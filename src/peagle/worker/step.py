@@ -1,23 +1,24 @@
 """A decode step on the device: verify, accept, commit, draft, for every request of a batch.
 
-A running request owns a row of `RowState`, which holds its newest token and K drafts. One step:
+A running request owns a row of `RowState`, which holds its newest token and a tree of M drafts, at most K deep. A
+chain is a tree without branches. One step:
 
-    verify    the target runs [newest token, draft 1 .. draft K] of every request in one pass. A large batch verifies
+    verify    the target runs [newest token, draft 1 .. draft M] of every request in one pass. A large batch verifies
               only the drafts most likely to be accepted (`verify_batch`)
-    accept    each request keeps its drafts up to the first one that the target would not have chosen, plus the
-              target's own token after them: the recovered token, or the bonus token if all drafts are accepted
-    commit    the row's length grows by the number of kept tokens. The KV cache entries of rejected drafts stay, and a
-              later step overwrites them
-    draft     the drafter proposes K tokens behind the new newest token (`drafting`)
+    accept    each request keeps the branch of drafts that the target would have chosen, plus the target's own token
+              after them: the recovered token, or the bonus token at the end of a branch
+    commit    the row's length grows by the number of kept tokens. The KV cache entries of a kept branch move up to
+              where a chain would have left them; a later step overwrites the others
+    draft     the drafter proposes drafts behind the new newest token (`drafting`)
 
 The step leaves the newest token and its drafts in the row, so the next step can start without the host. Decoding
 without a drafter is the same with K = 0. `prefill.py` puts new requests into this state.
 
-All shapes depend on B and K alone, so each (B, K) is one CUDA graph. A batch with a request that adjusts its logits
+All shapes depend on B, M and K alone, so each B is one CUDA graph. A batch with a request that adjusts its logits
 (`Adjustments`) runs a second graph of the same size.
 
-Shapes: B requests of the batch, K draft tokens, L = K + 1, N tokens of the verification pass, E = L + 2, V vocabulary,
-A width of the concatenated hidden states (aux) of the target.
+Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D + 2, N tokens of the verification
+pass, V vocabulary, A width of the concatenated hidden states (aux) of the target.
 """
 
 from collections.abc import Callable
@@ -26,14 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.decoding.verify import keep_matches
+from peagle.decoding.verify import keep_path
+from peagle.kernels.attention import WASTE_PAGE
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.drafting import Drafting
 from peagle.worker.launch import PassResult
 from peagle.worker.row_state import RowState
-from peagle.worker.verify_batch import Accepted, VerifyBatch, all_drafts, likeliest_drafts, num_verify_tokens
+from peagle.worker.verify_batch import Accepted, VerifyBatch, all_drafts, cells, likeliest_drafts, num_verify_tokens
 
 
 class Verified(NamedTuple):
@@ -62,21 +64,20 @@ class Step:
         self,
         target: PagedTarget,
         drafting: Drafting | None,
-        num_draft_tokens: int,
         state: RowState,
         memory: Memory,
         max_position: int,
         compile: Compile = run_eagerly,
         verify_tokens: int | None = None,
     ) -> None:
-        self.target, self.drafting, self.num_draft_tokens = target, drafting, num_draft_tokens
-        self.state, self.memory = state, memory
-        self.page_size, self.max_position = memory[0][0].shape[1], max_position
+        self.target, self.drafting, self.state, self.memory = target, drafting, state, memory
+        self.page_size, self.max_position = memory.page_size, max_position
         self.verify_tokens = verify_tokens
         self._run_all_drafts = compile(all_drafts)
         self._run_likeliest_drafts = compile(likeliest_drafts)
         self._run_accept = compile(self._accept)
         self._run_accept_adjusted = compile(self._accept_adjusted)
+        self._run_moves = compile(self._moves)
 
     def decode(self, rows_B: Tensor, adjustments: Adjustments | None = None) -> PassResult:
         """Run one step for these rows. Pass `adjustments` if a request among them adjusts its logits."""
@@ -101,12 +102,15 @@ class Step:
             accepted = self._run_accept(rows_B, batch, logits_NV)
         else:
             accepted = self._run_accept_adjusted(rows_B, batch, logits_NV, adjustments)
-        return Verified(PassResult(accepted.emitted_BE, logits_NV, batch.place_BL), batch, accepted, aux_NA)
+        if self.state.is_tree:
+            self.memory.move(*self._run_moves(batch, accepted))
+        return Verified(PassResult(accepted.emitted_BE, logits_NV, accepted.place_BD), batch, accepted, aux_NA)
 
     def _verify_batch(self, rows_B: Tensor, needs_all_drafts: bool) -> VerifyBatch:
-        num_tokens = num_verify_tokens(len(rows_B), self.num_draft_tokens, self.verify_tokens)
+        num_places = self.state.tokens.shape[1]
+        num_tokens = num_verify_tokens(len(rows_B), num_places - 1, self.verify_tokens)
         batch: VerifyBatch
-        if needs_all_drafts or num_tokens == len(rows_B) * (self.num_draft_tokens + 1):
+        if needs_all_drafts or num_tokens == len(rows_B) * num_places:
             batch = self._run_all_drafts(self.state, rows_B, self.page_size, self.max_position)
         else:
             batch = self._run_likeliest_drafts(self.state, rows_B, num_tokens, self.page_size, self.max_position)
@@ -119,24 +123,38 @@ class Step:
         self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor, adjustments: Adjustments
     ) -> Accepted:
         """Adjust the logits before accepting, and count the emitted tokens for the penalties of the next step."""
-        drafts_BK = batch.token_ids_N.view(len(rows_B), self.num_draft_tokens + 1)[:, 1:]
-        adjusted_NV = adjustments.apply(logits_NV, rows_B, drafts_BK, batch.paged_rows.context_B + 1)
+        drafts_BM = batch.token_ids_N.view(len(rows_B), -1)[:, 1:]
+        position_BL = batch.paged_rows.context_B[:, None] + self.state.depth[rows_B] + 1
+        adjusted_NV = adjustments.apply(logits_NV, rows_B, drafts_BM, position_BL, self.state.ancestors[rows_B])
         wanted_N = self.state.choose(adjusted_NV, batch.row_N, batch.position_N + 1)
         accepted = self._commit(rows_B, batch, wanted_N)
-        adjustments.count(rows_B, wanted_N.view(len(rows_B), -1), accepted.emitted_BE[:, 0])
+        adjustments.count(rows_B, accepted.emitted_BE[:, 2:], accepted.emitted_BE[:, 0])
         return accepted
 
     def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_N: Tensor) -> Accepted:
         """Compare the drafts with the target's tokens, `wanted_N`, and set the new lengths of the rows."""
         state, num_drafts_B = self.state, batch.num_drafts_B
         tokens_BL, wanted_BL = batch.token_ids_N[batch.place_BL], wanted_N[batch.place_BL]
-        num_accepted_B, next_B = keep_matches(wanted_BL, tokens_BL[:, 1:], num_drafts_B)
+        tree = (state.parent[rows_B], state.depth[rows_B], state.ancestors[rows_B])
+        num_accepted_B, node_BD = keep_path(wanted_BL, tokens_BL, *tree, num_drafts_B, state.num_draft_tokens)
+        wanted_BD = wanted_BL.gather(1, node_BD)
+        next_B1 = wanted_BD.gather(1, num_accepted_B[:, None])
         # The padding row must not grow: it occurs several times in a batch, and all its tokens are waste.
         new_length_B = batch.paged_rows.context_B + num_accepted_B + 1
         state.length.index_copy_(0, rows_B, new_length_B.masked_fill(rows_B == state.padding_row, 0))
-        emitted_BE = torch.cat([num_accepted_B[:, None] + 1, num_drafts_B[:, None], wanted_BL], dim=1)
-        known_BL1 = torch.cat([tokens_BL[:, :1], wanted_BL], dim=1)
-        return Accepted(emitted_BE, known_BL1, next_B[:, None], num_accepted_B)
+        emitted_BE = torch.cat([num_accepted_B[:, None] + 1, num_drafts_B[:, None], wanted_BD], dim=1)
+        known_BD1 = torch.cat([tokens_BL[:, :1], wanted_BD], dim=1)
+        place_BD = batch.place_BL.gather(1, node_BD)
+        return Accepted(emitted_BE, known_BD1, next_B1, num_accepted_B, place_BD, node_BD)
+
+    def _moves(self, batch: VerifyBatch, accepted: Accepted) -> tuple[Tensor, Tensor]:
+        """Cells of the accepted drafts, and the cells where the sequence continues."""
+        table_BP, length_B1 = batch.paged_rows.page_table_BP, batch.paged_rows.context_B[:, None]
+        depth_K = torch.arange(1, accepted.node_BD.shape[1], device=length_B1.device)
+        source_BK = cells(table_BP, length_B1 + accepted.node_BD[:, 1:], self.page_size)
+        destination_BK = cells(table_BP, length_B1 + depth_K, self.page_size)
+        is_rejected_BK = depth_K > accepted.num_accepted_B[:, None]
+        return source_BK.flatten(), destination_BK.masked_fill(is_rejected_BK, WASTE_PAGE).flatten()
 
     # Second half: draft -----------------------------------------------------------------------------------------------
 

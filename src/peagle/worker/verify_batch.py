@@ -1,12 +1,15 @@
 """The tokens of a verification pass: the newest token of each request, and drafts behind it.
 
+The drafts of a request are a tree, or a chain, which is a tree without branches. A draft is stored behind the one
+before it, but has the position of its depth and attends to the drafts above it alone.
+
 A small batch verifies all drafts. In a large batch that would be hundreds of tokens, each of which costs time, and most
 deep drafts are rejected. So a pass has a limit (`num_verify_tokens`). Above it, the pass verifies the first draft of
 each request, then the drafts most likely to be accepted, whichever request they belong to: all seven if the drafter is
 sure, one if it is not. The output does not change, because the target decides every token.
 
-The likelihood is the drafter's: the product of its probabilities of that draft and of those before it. It falls with
-every draft, so the drafts chosen from a request are always its first ones.
+The likelihood is the drafter's: the product of its probabilities of that draft and of those above it. Drafts are sorted
+by it, so the drafts chosen from a request are always its first ones.
 
 Two requests with three drafts each, and room for three of them:
 
@@ -14,7 +17,8 @@ Two requests with three drafts each, and room for three of them:
 >>> likeliest_counts(confidence_BK, 3).tolist()
 [2, 1]
 
-Shapes: B requests of the batch, K draft tokens, L = K + 1, N tokens of the pass, P pages per request, E = L + 2.
+Shapes: B requests of the batch, K depths, M drafts per request, L = M + 1, N tokens of the pass, P pages per request,
+D = K + 1, E = D + 2.
 """
 
 from typing import NamedTuple
@@ -22,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.attention import PagedRows
+from peagle.kernels.attention import PagedRows, RowTree
 from peagle.worker.row_state import RowState
 
 
@@ -42,15 +46,19 @@ class VerifyBatch(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Outcome of a verification pass."""
+    """Outcome of a verification pass. Columns beyond a request's last accepted draft are meaningless."""
 
     emitted_BE: Tensor
-    """number of emitted tokens, number of verified drafts, then the target's token at each of the L places"""
-    known_BL1: Tensor
+    """number of emitted tokens, number of verified drafts, then the target's token after each accepted token"""
+    known_BD1: Tensor
     """the old newest token, then the target's tokens"""
     next_B1: Tensor
     """the new newest token"""
     num_accepted_B: Tensor
+    place_BD: Tensor
+    """places, among the N, of the old newest token and the accepted drafts"""
+    node_BD: Tensor
+    """the same as nodes of the tree"""
 
 
 def num_verify_tokens(num_requests: int, num_draft_tokens: int, limit: int | None) -> int:
@@ -66,23 +74,18 @@ def num_verify_tokens(num_requests: int, num_draft_tokens: int, limit: int | Non
 def all_drafts(state: RowState, rows_B: Tensor, page_size: int, max_position: int) -> VerifyBatch:
     """A pass with every draft of every request."""
     num_requests, num_places = len(rows_B), state.tokens.shape[1]
-    offset_L = torch.arange(num_places, device=rows_B.device)
+    node_L = torch.arange(num_places, device=rows_B.device)
     first_B1 = torch.arange(num_requests + 1, device=rows_B.device) * num_places
-    length_B, table_BP = state.length[rows_B], state.page_table[rows_B]
-    index_BL = length_B[:, None] + offset_L
+    length_B, table_BP, depth_BL = state.length[rows_B], state.page_table[rows_B], state.depth[rows_B]
+    tree = RowTree(state.ancestors[rows_B].flatten(), depth_BL.flatten()) if state.is_tree else None
+    cell_BL = cells(table_BP, length_B[:, None] + node_L, page_size)
     return VerifyBatch(
         state.tokens[rows_B].flatten(),
-        index_BL.flatten().clamp_max(max_position),
+        (length_B[:, None] + depth_BL).flatten().clamp_max(max_position),
         rows_B[:, None].expand(-1, num_places).flatten(),
-        PagedRows(
-            table_BP,
-            first_B1,
-            length_B,
-            cells(table_BP, index_BL, page_size).flatten(),
-            index_BL.new_empty(num_places, 0),
-        ),
-        first_B1[:-1, None] + offset_L,
-        state.max_draft[rows_B],
+        PagedRows(table_BP, first_B1, length_B, cell_BL.flatten(), node_L.new_empty(num_places, 0), tree),
+        first_B1[:-1, None] + node_L,
+        num_drafts(state.confidence[rows_B]),
     )
 
 
@@ -91,32 +94,33 @@ def likeliest_drafts(
 ) -> VerifyBatch:
     """A pass of `num_tokens` tokens, with the drafts most likely to be accepted."""
     num_requests, num_places = len(rows_B), state.tokens.shape[1]
-    offset_L = torch.arange(num_places, device=rows_B.device)
-    max_draft_B = state.max_draft[rows_B]  # 0 for the padding row
-    confidence_BK = state.confidence[rows_B].masked_fill(offset_L[:-1] == 0, float("inf"))
-    confidence_BK = confidence_BK.masked_fill(offset_L[:-1] >= max_draft_B[:, None], float("-inf"))
-    num_chosen_B = likeliest_counts(confidence_BK, num_tokens - num_requests)
+    node_L = torch.arange(num_places, device=rows_B.device)
+    confidence_BM = state.confidence[rows_B]
+    is_first_BM = (node_L[:-1] == 0) & (confidence_BM > float("-inf"))
+    num_chosen_B = likeliest_counts(confidence_BM.masked_fill(is_first_BM, float("inf")), num_tokens - num_requests)
     end_B = (num_chosen_B + 1).cumsum(0)
     first_B = end_B - num_chosen_B - 1
     place_N = torch.arange(num_tokens, device=rows_B.device)
     request_N = (place_N[:, None] >= end_B).sum(1)
-    offset_N = place_N - first_B[request_N]
+    node_N = place_N - first_B[request_N]
     length_B, table_BP, row_N = state.length[rows_B], state.page_table[rows_B], rows_B[request_N]
-    index_N = length_B[request_N] + offset_N
+    depth_N = state.depth[row_N, node_N]
+    tree = RowTree(state.ancestors[row_N, node_N], depth_N) if state.is_tree else None
+    cell_N = cells(table_BP[request_N], (length_B[request_N] + node_N)[:, None], page_size).flatten()
+    span_L0 = node_L.new_empty(num_places, 0)
     return VerifyBatch(
-        state.tokens[row_N, offset_N],
-        index_N.clamp_max(max_position),
+        state.tokens[row_N, node_N],
+        (length_B[request_N] + depth_N).clamp_max(max_position),
         row_N,
-        PagedRows(
-            table_BP,
-            torch.cat([first_B, end_B[-1:]]),
-            length_B,
-            cells(table_BP[request_N], index_N[:, None], page_size).flatten(),
-            index_N.new_empty(num_places, 0),
-        ),
-        first_B[:, None] + torch.minimum(offset_L, num_chosen_B[:, None]),
-        torch.minimum(num_chosen_B, max_draft_B),
+        PagedRows(table_BP, torch.cat([first_B, end_B[-1:]]), length_B, cell_N, span_L0, tree),
+        first_B[:, None] + torch.minimum(node_L, num_chosen_B[:, None]),
+        torch.minimum(num_chosen_B, num_drafts(confidence_BM)),
     )
+
+
+def num_drafts(confidence_BM: Tensor) -> Tensor:
+    """The number of drafts that each request has."""
+    return (confidence_BM > float("-inf")).sum(1)
 
 
 def likeliest_counts(confidence_BK: Tensor, num_drafts: int) -> Tensor:
