@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.tiny_vocabulary import K, L, V, as_lists, random_probs
-from peagle.decoding.verify import Verification, verify_deterministic, verify_greedy
+from peagle.decoding.verify import Verification, keep_path, verify_deterministic, verify_greedy
 
 
 def tensor(values: object) -> Tensor:
@@ -88,6 +88,33 @@ def test_greedy_verification_equals_a_plain_loop(data: st.DataObject, num_column
     logits_BLV = torch.nn.functional.one_hot(tensor([wanted_L]), 3).float()
     result = verify_greedy(logits_BLV, tensor([drafted_K]).reshape(1, num_columns), tensor([num_draft]))
     assert as_lists(result) == ([num_accepted], [wanted_L[num_accepted]])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_nodes=st.integers(0, 12))
+def test_the_kept_path_of_a_tree_is_the_one_that_a_walk_finds(data: st.DataObject, num_nodes: int) -> None:
+    parents, children, depth, ancestors = [0], [[]], [0], [1]
+    tokens = [9]
+    for node in range(1, num_nodes + 1):
+        parent = data.draw(st.integers(0, node - 1))
+        parents.append(parent)
+        tokens.append(len(children[parent]))  # children of a node differ
+        children[parent].append(node)
+        children.append([])
+        depth.append(depth[parent] + 1)
+        ancestors.append(ancestors[parent] | 1 << node)
+    wanted = data.draw(st.lists(st.integers(0, 3), min_size=num_nodes + 1, max_size=num_nodes + 1))
+    num_kept_nodes = data.draw(st.integers(0, num_nodes))
+    path = [0]
+    while following := [
+        node for node in children[path[-1]] if tokens[node] == wanted[path[-1]] and node <= num_kept_nodes
+    ]:
+        path += following
+    num_depths = max(depth) + 1
+    tree = (tensor([parents]), tensor([depth]), tensor([ancestors]))
+    found = keep_path(tensor([wanted]), tensor([tokens]), *tree, tensor([num_kept_nodes]), num_depths)
+    assert found.num_accepted_B.tolist() == [len(path) - 1]
+    assert found.node_BD.tolist() == [path + [0] * (num_depths + 1 - len(path))]
 
 
 def test_garbage_probabilities_in_padding_do_not_leak() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
-from harness.model_families import family_target, sequential, trained_drafter
+from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, serve, start
+from harness.model_families import family_target, trained_drafter
 from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import decode
@@ -100,13 +100,13 @@ def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_d
     assert num_ended >= 8, "most answers come to the end of their grammar"
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle", "p-eagle tree"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
 ) -> None:
-    chosen = {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method]
-    engine = start(chosen, **settings)
+    chosen, tree = drafting(method, drafter, target)
+    engine = start(chosen, **settings, **tree)
     params = [wishes(index) for index in range(len(PROMPTS))]
     if chosen is None:
         params = [replace(own, num_draft_tokens=None) for own in params]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, answer, serve, start
-from harness.model_families import sequential, trained_drafter
+from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, serve, start
+from harness.model_families import trained_drafter
 from peagle.decoding.adjusting import adjusted_logits
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -71,14 +71,14 @@ def test_drafts_change_nothing_in_the_reference_decoder(
     assert num_accepted > 20, "drafts of adjusted requests are accepted too"
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle", "p-eagle tree"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
 ) -> None:
     """The rows of adjusted requests are taken over by others, and the other way round."""
-    chosen = {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method]
-    engine = start(chosen, **settings)
+    chosen, tree = drafting(method, drafter, target)
+    engine = start(chosen, **settings, **tree)
     params = [wishes(index) for index in range(len(PROMPTS))]
     outputs = serve(engine, PROMPTS, params)
     stats = engine.stats()
@@ -169,13 +169,19 @@ def test_reported_logprobs_are_those_of_the_target_before_penalties(engine: Engi
 
 
 def test_batched_adjustments_equal_those_of_single_tokens() -> None:
-    """Random settings, texts and drafts with repeated tokens, on both sides of zero; to the last bit."""
+    """Random settings, texts and trees of drafts with repeated tokens, on both sides of zero; to the last bit."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    vocab_size, num_drafts, width = 37, 3, 6
+    vocab_size, num_drafts, width = 37, 5, 6
     for _ in range(40):
         logits_LV = torch.randn(num_drafts + 1, vocab_size, generator=generator) * 4
         prompt, text = ([rng.randrange(12) for _ in range(rng.randrange(1, 9))] for _ in range(2))
         drafts = [rng.randrange(12) for _ in range(num_drafts)]
+        parents = [rng.randrange(node) for node in range(1, num_drafts + 1)]
+        paths: list[list[int]] = [[]]
+        ancestors = [1]
+        for node, parent in enumerate(parents, start=1):
+            paths.append([*paths[parent], drafts[node - 1]])
+            ancestors.append(ancestors[parent] | 1 << node)
         params = SamplingParams(
             max_tokens=99,
             min_tokens=rng.randrange(14),
@@ -202,10 +208,11 @@ def test_batched_adjustments_equal_those_of_single_tokens() -> None:
             ),
             torch.full((1, num_drafts + 1, 2), -1, dtype=torch.int32),
             torch.tensor([drafts]),
-            torch.tensor([len(prompt) + len(text)]),
+            torch.tensor([[len(prompt) + len(text) + len(path) for path in paths]]),
+            torch.tensor([ancestors]),
         )
-        for row in range(num_drafts + 1):
-            wanted = adjusted_logits(logits_LV[row], params, {5}, prompt, [*text, *drafts[:row]])
+        for row, path in enumerate(paths):
+            wanted = adjusted_logits(logits_LV[row], params, {5}, prompt, [*text, *path])
             assert torch.equal(adjusted[row], wanted), params
 
 
@@ -216,7 +223,8 @@ def test_what_is_not_allowed_has_no_chance_and_neutral_settings_change_no_bit() 
     nothing = Edits(*(torch.zeros(2, 3, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64)))
     counts = torch.randint(0, 9, (2, 40), dtype=torch.int32)
     neutral = Penalties(torch.ones(2), torch.zeros(2), torch.zeros(2), counts, counts > 4)
-    adjusted = adjust_logits(logits_NV, nothing, neutral, allowed, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+    no_drafts, chain = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[0b01, 0b11]] * 2)
+    adjusted = adjust_logits(logits_NV, nothing, neutral, allowed, no_drafts, torch.ones(2, 2), chain)
     assert torch.equal(adjusted[:3], logits_NV[:3])
     assert adjusted[3].isfinite().nonzero().flatten().tolist() == [3, 31, 39]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, run, start
+from harness.engine_runs import NUM_DRAFT_TOKENS, drafting, run, start
 from harness.model_families import sequential, trained_drafter
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
@@ -89,15 +89,15 @@ def test_a_seeded_request_gets_the_same_sample_in_a_batch_of_32(engine: Engine, 
     assert engine.stats().num_drafts > 0
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle", "p-eagle tree"])
 def test_a_seeded_request_gets_the_same_sample_alone_and_after_a_preemption(
     target: HFTarget, drafter: Drafter, sampled_answers: list[Answer], method: str
 ) -> None:
-    chosen = {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method]
+    chosen, tree = drafting(method, drafter, target)
     params = [sampled(index) for index in range(32)]
-    alone = start(chosen, max_batch=1, max_length=60)
+    alone = start(chosen, max_batch=1, max_length=60, **tree)
     assert answers(alone, PROMPTS[:6], params[:6]) == sampled_answers[:6]
-    tight = start(chosen, **TIGHT)
+    tight = start(chosen, **TIGHT, **tree)
     assert answers(tight, PROMPTS, params) == sampled_answers
     assert tight.stats().num_preemptions > 0, "the pages are too few for all"
 
@@ -111,7 +111,7 @@ def test_greedy_and_sampled_requests_with_their_own_draft_numbers_share_a_batch(
         for index in range(16)
     ]
     wanted = [expected(target, prompt, own) for prompt, own in zip(PROMPTS[:16], params, strict=True)]
-    for settings in ({"page_size": 4}, TIGHT):
+    for settings in ({"page_size": 4}, TIGHT, {"page_size": 4, "tree_nodes": 9}):
         engine = start(drafter, **settings)
         ids = [engine.add(prompt, own) for prompt, own in zip(PROMPTS[:16], params, strict=True)]
         outputs = run(engine)

@@ -80,13 +80,18 @@ def num_arriving(rng: random.Random, num_open: int, num_left: int) -> int:
     return min(rng.choice((1, 40, 80)), num_left) if num_open < 10 else 0
 
 
+@pytest.mark.parametrize("tree_nodes", [None, 5])
 @pytest.mark.parametrize("num_requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_requests_with_aborts_leave_no_page_behind_and_are_answered_right(num_requests: int) -> None:
+def test_requests_with_aborts_leave_no_page_behind_and_are_answered_right(
+    num_requests: int, tree_nodes: int | None
+) -> None:
     target = make_target()
     kinds = make_kinds(target)
     texts = [[*kind.prompt, *kind.token_ids] for kind in kinds]
     drafter = trained_drafter(target, [text for text in texts if len(text) > 6], num_draft_tokens=NUM_DRAFT_TOKENS)
-    config = EngineConfig(max_batch=32, max_length=48, page_size=1, num_pages=240, prefill_tokens=64)
+    config = EngineConfig(
+        max_batch=32, max_length=48, page_size=1, num_pages=240, prefill_tokens=64, tree_nodes=tree_nodes
+    )
     engine = Engine(target, drafter, NUM_DRAFT_TOKENS, config)
     rng = random.Random(2)
     open_requests: dict[str, Kind] = {}

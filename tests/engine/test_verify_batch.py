@@ -32,7 +32,6 @@ def make_state(num_rows: int, num_drafts: int, seed: int = 0) -> RowState:
     state.page_table[:num_rows, :16] = 1 + torch.randperm(num_rows * 16).view(num_rows, 16).int()
     state.length[:num_rows] = torch.randint(1, 50, (num_rows,))
     state.tokens[:num_rows] = torch.randint(0, 1000, (num_rows, num_drafts + 1))
-    state.max_draft[:num_rows] = num_drafts
     state.confidence[:num_rows] = torch.rand(num_rows, num_drafts).log().cumsum(1)
     return state
 
@@ -87,10 +86,30 @@ def test_the_rows_of_a_request_are_the_first_of_all_its_rows(num_rows: int) -> N
     assert len(some.paged_rows.span_L0) == len(whole.paged_rows.span_L0) == 5
 
 
+def test_a_tree_is_stored_in_order_and_has_the_positions_of_its_depths() -> None:
+    state = make_state(2, 3)
+    state = replace(state, is_tree=True)
+    state.depth[1], state.ancestors[1] = torch.tensor([0, 1, 1, 2]), torch.tensor([0b0001, 0b0011, 0b0101, 0b1011])
+    rows_B = torch.tensor([0, 1])
+    whole = all_drafts(state, rows_B, PAGE_SIZE, MAX_POSITION)
+    some = likeliest_drafts(state, rows_B, 7, PAGE_SIZE, MAX_POSITION)
+    lengths = state.length.tolist()
+    assert whole.position_N.tolist() == [lengths[0] + depth for depth in range(4)] + [
+        lengths[1] + depth for depth in (0, 1, 1, 2)
+    ]
+    table = state.page_table[1].tolist()
+    cells = [table[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE for index in range(lengths[1], lengths[1] + 4)]
+    assert whole.paged_rows.cell_N[4:].tolist() == cells
+    for rows in (whole, some):
+        assert rows.paged_rows.tree is not None
+        first, end = rows.paged_rows.first_row_B1[1:].tolist()
+        assert rows.paged_rows.tree.ancestors_N[first:end].tolist() == state.ancestors[1, : end - first].tolist()
+        assert rows.paged_rows.tree.depth_N[first:end].tolist() == state.depth[1, : end - first].tolist()
+
+
 def test_requests_that_want_fewer_drafts_and_rows_that_are_nobodys_leave_room_for_others() -> None:
     state = make_state(3, 4)
-    state.max_draft[0] = 1
-    state.confidence[0] = 0.0  # sure of them all, but the request wants one
+    state.confidence[0] = torch.tensor([0.0, *[-float("inf")] * 3])  # sure of the one that the request wants
     rows_B = torch.tensor([0, 1, 2, state.padding_row, state.padding_row])
     rows = likeliest_drafts(state, rows_B, 5 + 9, PAGE_SIZE, MAX_POSITION)
     assert rows.num_drafts_B.tolist() == [1, 4, 4, 0, 0]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from harness.model_families import family_target
+from harness.model_families import family_target, sequential
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -13,6 +13,7 @@ from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
 NUM_DRAFT_TOKENS = 4
+TREE_NODES = 9
 SEED = 3
 """seed of the weights of every target here"""
 
@@ -20,6 +21,13 @@ SEED = 3
 def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:
     """Tokens of the reference decoder."""
     return tuple(token for step in decode(target, prompt, params, **drafting) for token in step.token_ids)
+
+
+def drafting(method: str, drafter: Drafter, target: HFTarget) -> tuple[Drafter | None, dict[str, int]]:
+    """The drafter of a method, and the settings of an engine that drafts with it."""
+    if method == "p-eagle tree":
+        return drafter, {"tree_nodes": TREE_NODES}
+    return {"none": None, "eagle3": sequential(drafter, target), "p-eagle": drafter}[method], {}
 
 
 def start(drafter: Drafter | None, **settings: Any) -> Engine:

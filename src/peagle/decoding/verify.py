@@ -116,8 +116,6 @@ def keep_path(
     is_match_BL = (tokens_BL == wanted_BL.gather(1, parent_BL)) & (node_L <= num_nodes_B[:, None]) | (node_L == 0)
     matches_B = (is_match_BL.to(torch.int64) << node_L).sum(1)
     is_kept_BL = (ancestors_BL & ~matches_B[:, None]) == 0
-    # Nodes that are not kept go to a column of their own.
-    column_BL = depth_BL.masked_fill(~is_kept_BL, num_depths + 1)
-    node_BD = torch.zeros(len(tokens_BL), num_depths + 2, dtype=torch.int64, device=tokens_BL.device)
-    node_BD.scatter_(1, column_BL, node_L.expand_as(column_BL))
-    return KeptPath(is_kept_BL.sum(1) - 1, node_BD[:, :-1])
+    depth_D = torch.arange(num_depths + 1, device=tokens_BL.device)
+    is_there_BDL = is_kept_BL[:, None] & (depth_BL[:, None] == depth_D[:, None])
+    return KeptPath(is_kept_BL.sum(1) - 1, (is_there_BDL * node_L).sum(2))
