@@ -216,7 +216,7 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
     for length in range(len(text)):
         allowed_LW = np.empty((NUM_DRAFT_TOKENS + 1, -(-target.vocab_size // 32)), np.int32)
         proposed = [*text, 2, 2, 2, 2, 2][length : length + NUM_DRAFT_TOKENS]
-        drafts = guide.plan(proposed, [], NUM_DRAFT_TOKENS, allowed_LW).token_ids
+        drafts = guide.plan(proposed, range(len(proposed)), NUM_DRAFT_TOKENS, allowed_LW).token_ids
         for row in range(len(drafts) + 1):
             wanted = fresh.allowed_after([*text[:length], *drafts[:row]])
             found = np.unpackbits(allowed_LW[row].view(np.uint8), bitorder="little").astype(bool)
@@ -224,7 +224,25 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
             if row < len(drafts) and not found[drafts[row]]:
                 break
         guide.advance([text[length]])
-    assert guide.plan([9, 9], [], 2, allowed_LW[:3]).token_ids == [2], "only the end is left"
+    assert guide.plan([9, 9], [0, 1], 2, allowed_LW[:3]).token_ids == [2], "only the end is left"
+
+
+def test_what_a_grammar_forces_goes_into_the_tree_and_takes_the_place_of_what_it_forbids(target: HFTarget) -> None:
+    guide = make_guide(target, Grammar("choice", ("yes", "no, never")))
+    encode = tiny_tokenizer().encode
+    yes, no, other = encode("yes"), encode("no, never"), encode("z")[0]
+    allowed_LW = np.empty((10, -(-target.vocab_size // 32)), np.int32)
+    # Both choices, and a third thing with a child of its own.
+    tree = guide.plan([no[0], other, yes[0], other, other], [0, 0, 0, 2, 1], 8, allowed_LW)
+    assert len(tree) == 5
+    assert {tree.token_ids[node - 1] for node in tree.children(0)} == {no[0], yes[0]}, "the third is not allowed"
+    first = tree.child(0, no[0])
+    assert first is not None and tree.tokens(tree.branch(first)) == no[: len(tree.branch(first))], "forced"
+    for node in range(len(tree) + 1):
+        found = np.unpackbits(allowed_LW[node].view(np.uint8), bitorder="little").astype(bool)
+        wanted = make_guide(target, Grammar("choice", ("yes", "no, never"))).allowed_after(tree.tokens(tree.path(node)))
+        assert found.all() if wanted is None else (found == wanted).all(), node
+    assert not guide.plan([no[0]], [0], 0, allowed_LW), "a request without drafts gets none"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +294,7 @@ def test_a_tokenizer_that_the_library_would_misread_is_read_right_or_refused() -
     guide = make_guide(readable, Grammar("regex", "a the"))
     text = readable.tokenizer.encode("a the")
     guide.advance(text[:1])
-    assert guide.plan([3, 3], [], 2, np.empty((3, 9), np.int32)).token_ids[0] == text[1], "a space is known as one"
+    assert guide.plan([3, 3], [0, 1], 2, np.empty((3, 9), np.int32)).token_ids[0] == text[1], "a space is known as one"
     broken.tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()
     with pytest.raises(TargetError, match="llguidance misreads the tokenizer of target 'tiny-llama'"):
         make_guide(broken, Grammar("json_object"))

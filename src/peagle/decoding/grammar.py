@@ -7,18 +7,17 @@ JSON has one space after each comma and colon, and no other whitespace. So most 
 the byte and can be drafted, and no answer loops in whitespace.
 """
 
-import itertools
 import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from peagle.decoding.draft_tree import DraftTree
 from peagle.errors import MissingExtraError, RequestError, TargetError
 from peagle.sampling_params import Grammar
 
@@ -32,40 +31,6 @@ MAX_KEPT_GRAMMARS = 256
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PROBE = '{"a b": [1, 23]} \u00e9\u4e2d \U0001f600.'
 """Text that the library and the tokenizer must decode to the same bytes."""
-
-
-@dataclass
-class GuidedDrafts:
-    """A tree of drafts behind an answer. Node 0 is the answer."""
-
-    token_ids: list[int] = field(default_factory=list)
-    """of nodes 1, 2, ..."""
-    parents: list[int] = field(default_factory=lambda: [0])
-    depths: list[int] = field(default_factory=lambda: [0])
-    ancestors: list[int] = field(default_factory=lambda: [1])
-    """of nodes 0, 1, ..., as in `CandidateTree`"""
-
-    @property
-    def tree(self) -> tuple[list[int], list[int], list[int]]:
-        return self.parents, self.depths, self.ancestors
-
-    def token(self, node: int) -> int | None:
-        return self.token_ids[node - 1] if node else None
-
-    def path(self, node: int) -> list[int]:
-        return [token for index, token in enumerate(self.token_ids, start=1) if self.ancestors[node] >> index & 1]
-
-    def child(self, parent: int, token: int) -> int | None:
-        nodes = (node for node in range(1, len(self.parents)) if self.parents[node] == parent)
-        return next((node for node in nodes if self.token(node) == token), None)
-
-    def add(self, parent: int, token: int) -> int:
-        node = len(self.parents)
-        self.token_ids.append(token)
-        self.parents.append(parent)
-        self.depths.append(self.depths[parent] + 1)
-        self.ancestors.append(self.ancestors[parent] | 1 << node)
-        return node
 
 
 class Guide:
@@ -91,42 +56,39 @@ class Guide:
 
     def plan(
         self, draft_ids: Sequence[int], parents: Sequence[int], max_depth: int, allowed_LW: np.ndarray
-    ) -> "GuidedDrafts":
-        """The drafts to verify; writes to row j of `allowed_LW` what may follow draft j, to row 0 what may come first.
+    ) -> DraftTree:
+        """The drafts to verify; writes to row j of `allowed_LW` what may follow node j of that tree.
 
-        Node 0 is the answer so far, and `parents` are nodes; with none, each draft follows the one before it. Drafts
-        that are not allowed go. Where the grammar forces a continuation, it replaces the drafts, and takes the places
-        of those that went.
+        Drafts that are not allowed go. Where the grammar forces a continuation, it replaces the drafts, and takes the
+        places of those that went.
         """
-        drafts = GuidedDrafts()
+        tree = DraftTree()
         allowed_LW[:] = -1
-        forced = {0: self._look([], allowed_LW[0])}
-        found: dict[int, int | None] = {0: 0}
+        forced = [self._look([], allowed_LW[0])]
 
         def add(parent: int, token: int) -> int | None:
             """The node of this token behind a node; None if it is not allowed, or too deep."""
-            if (node := drafts.child(parent, token)) is not None:
+            token = forced[parent][0] if forced[parent] else token
+            if (node := tree.child(parent, token)) is not None:
                 return node
             is_allowed = (int(allowed_LW[parent, token // BITS]) >> token % BITS) & 1
-            if not is_allowed or drafts.token(parent) in self._end_ids or drafts.depths[parent] == max_depth:
+            has_ended = parent > 0 and tree.token_ids[parent - 1] in self._end_ids
+            if not is_allowed or has_ended or tree.depths[parent] == max_depth:
                 return None
-            node = drafts.add(parent, token)
-            if token not in self._end_ids:
-                own = self._look(drafts.path(node), allowed_LW[node])
-                forced[node] = forced[parent][1:] or own
+            node = tree.add(parent, token)
+            is_end = token in self._end_ids
+            own = [] if is_end else self._look(tree.tokens(tree.path(node)), allowed_LW[node])
+            forced.append(forced[parent][1:] or own)
             return node
 
-        for index, token in enumerate(draft_ids, start=1):
-            parent = found[parents[index - 1] if parents else index - 1]
-            if parent is not None and forced.get(parent):
-                token = forced[parent][0]
-            found[index] = None if parent is None else add(parent, token)
-        for parent in itertools.count():
-            if parent > len(drafts.token_ids) or len(drafts.token_ids) == len(draft_ids):
-                break
-            if forced.get(parent):
+        found: list[int | None] = [0]
+        for token, parent in zip(draft_ids, parents, strict=True):
+            above = found[parent]
+            found.append(None if above is None else add(above, token))
+        for parent in range(len(draft_ids)):
+            if parent <= len(tree) < len(draft_ids) and forced[parent]:
                 add(parent, forced[parent][0])
-        return drafts
+        return tree
 
     def _look(self, token_ids: Sequence[int], allowed_W: np.ndarray) -> list[int]:
         """Write the mask of what may follow these tokens, and return what must, as the tokenizer would write it."""

@@ -141,10 +141,10 @@ class _Request:
             num_drafts = min(num_draft_tokens, self.target.max_length - len(self.token_ids))
             if session is not None and num_drafts > 0:
                 draft = session.draft(self.token_ids[session.num_anchors :], known_aux_TA, num_drafts)
-            tree = DraftTree() if draft is None else DraftTree.chain(draft.token_ids)
+            tree = DraftTree(draft.token_ids if draft else ())
             if session is not None and draft is not None and tree_nodes is not None:
                 tree = best_first(draft.logits_KU, session.to_target_ids, tree_nodes)
-            branch: list[int] = tree.branch_below(0)
+            branch = tree.branch(0)
             while True:
                 drafted = tree.tokens(branch)
                 output = self.target.forward(self._tensor([self.token_ids[-1], *drafted])[None], cache)
@@ -154,7 +154,7 @@ class _Request:
                     break
                 # The target wants a token of another branch: verify that one.
                 cache.crop(-len(drafted) - 1)
-                branch = [*branch[:num_accepted], node, *tree.branch_below(node)]
+                branch = tree.branch(node)
             if num_accepted < len(drafted):
                 cache.crop(num_accepted - len(drafted))
             known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]

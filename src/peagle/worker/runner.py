@@ -221,13 +221,13 @@ class Runner:
         adjustments.write(adjustments.allowed[row], allowed_LW)
         if not request.draft_ids:  # a prefill pass
             return
-        num_kept = len(drafts.token_ids)
+        num_kept = len(drafts)
         adjustments.write(state.tokens[row, 1 : 1 + num_kept], np.array(drafts.token_ids, np.int64))
         confidence = np.where(np.arange(len(state.confidence[row])) < num_kept, 0, -np.inf)
         adjustments.write(state.confidence[row], confidence.astype(np.float32))
         if state.is_tree:
-            for table, values in zip((state.parent, state.depth, state.ancestors), drafts.tree, strict=True):
-                adjustments.write(table[row, : 1 + num_kept], np.array(values, np.int64))
+            for name, values in (("parent", drafts.parents), ("depth", drafts.depths), ("ancestors", drafts.ancestors)):
+                adjustments.write(getattr(state, name)[row, : 1 + num_kept], np.array(values, np.int64))
 
     def _prefill(self, plan: Plan, logprobs: LaunchLogprobs) -> Pass:
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
