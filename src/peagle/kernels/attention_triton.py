@@ -261,6 +261,16 @@ def _tile_of(
     return request, place - (tl.load(first_row_ptr + request).to(tl.int32) * group_size // tile + request)
 
 
+@triton.jit
+def _branch_of(row, num_rows, depth_ptr, ancestors_ptr, has_tree: tl.constexpr):
+    """The depth of each row and the bits of the rows above it; the second is not used without a tree."""
+    depth, ancestors = row, row
+    if has_tree:
+        depth = tl.load(depth_ptr + row, mask=row < num_rows, other=0).to(tl.int32)
+        ancestors = tl.load(ancestors_ptr + row, mask=row < num_rows, other=0)
+    return depth, ancestors
+
+
 @triton.jit(do_not_specialize=["num_requests"])
 def _attend(
     query_ptr,
@@ -331,10 +341,7 @@ def _attend(
     is_entry = (row < num_rows)[:, None] & (column < width)[None, :]
     queries = query_ptr + (first + row)[:, None] * query_row_stride + head[:, None] * query_head_stride
     query = tl.load(queries + column[None, :], mask=is_entry, other=0.0)
-    depth, ancestors = row, row
-    if has_tree:
-        depth = tl.load(depth_ptr + first + row, mask=row < num_rows, other=0).to(tl.int32)
-        ancestors = tl.load(ancestors_ptr + first + row, mask=row < num_rows, other=0)
+    depth, ancestors = _branch_of(row, num_rows, depth_ptr + first, ancestors_ptr + first, has_tree)
     lowest = tl.where(window > 0, tl.maximum(first_key, context + depth - window + 1), first_key)
     page_head = group * page_head_stride
     high, mass, attended = _attend_cached(
