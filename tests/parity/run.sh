@@ -161,7 +161,7 @@ make_environments() {
     make_clients_environment
 }
 
-# Lane 1: transformers while lane 2 makes the environments, then speculators, the clients and the gate.
+# Lane 1: transformers while lane 2 makes the environments, then speculators.
 compare_with_others() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
@@ -174,19 +174,14 @@ compare_with_others() {
         --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
     compare "speculators on random cases" env PEAGLE_SPECULATORS_PYTHON="$SPECULATORS_VENV/bin/python" \
         "$PYTHON" -m pytest -q -m parity tests/parity/test_speculators.py
-    compare clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
-    if (($# == 0)); then
-        compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
-    fi
     return "$status"
 }
 
-# Lane 2: the environments, then vLLM. Seven prompts of all kinds for the shipped drafter; all prompts for another one.
+# Lane 2: the environments, then vLLM. Seven prompts of all kinds, 64 tokens each, for the shipped drafter: some 1,400
+# draft tokens are compared. All prompts for another drafter. The gate and the clients follow, for lanes of equal length.
 compare_with_vllm() {
     local some=()
-    if (($# == 0)); then some=(--num-prompts 7); fi
+    if (($# == 0)); then some=(--num-prompts 7 --max-tokens 64); fi
     compare vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
@@ -196,7 +191,11 @@ compare_with_vllm() {
             --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
         compare "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
+        compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
+    compare clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
     return "$status"
 }
 

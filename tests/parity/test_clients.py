@@ -104,7 +104,7 @@ def test_litellm_calls_tools_and_sees_refusals(answers: dict[str, dict[str, Any]
     assert found["object"] in ("stop", "length")
     assert "max_tokens" in found["refusal"] and "100000" in found["refusal"]
     assert answers["langchain-openai"]["tool"] == ["pet"]
-    assert "temperature must be 0 or more, got -1" in answers["openai"]["refusal"]
+    assert "'temperature' must be 0 or more, got -1" in answers["openai"]["refusal"]
     assert answers["openai"]["models"] == ["tiny"]
 
 
