@@ -241,6 +241,7 @@ def test_a_reason_is_one_line():
     assert reason_of(ValueError()) == "ValueError"
 
 
+@pytest.mark.slow
 def test_the_real_engine_gives_plain_decodings_answers_in_every_cell():
     target = tiny_target()
     drafter = tiny_drafter(target)

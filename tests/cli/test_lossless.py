@@ -37,12 +37,14 @@ def test_the_report_says_lossless_in_float32_with_every_number_and_its_provenanc
     assert "p of the control" in kept and "## Provenance" in kept and document["target"]["weights"] in kept
 
 
+@pytest.mark.slow
 def test_without_json_the_report_is_shown_and_its_document_can_be_kept(peagle, quick, tmp_path):
     result = peagle(*quick, "--num-samples", "50", "--output", tmp_path / "report.json")
     assert result.status == 0 and result.out.startswith("# Losslessness of p-eagle decoding for target\n")
     assert json.loads((tmp_path / "report.json").read_text())["lossless"] is True
 
 
+@pytest.mark.slow
 def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monkeypatch):
     def keep_one_too_many(logits_BLV, drafts_BK, num_draft_B):
         result = verify_greedy(logits_BLV, drafts_BK, num_draft_B)

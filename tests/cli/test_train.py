@@ -74,6 +74,7 @@ def test_an_option_that_only_recipes_have_names_the_key(train, tmp_path):
         assert f"hint: set `{key}` in a recipe file: --recipe FILE.toml" in result.err
 
 
+@pytest.mark.slow
 def test_a_recipe_can_hold_everything(peagle, models, data, recipe, tmp_path):
     recipe.write_text(f"data = '{data}'\noutput = '{tmp_path / 'out'}'\n{RECIPE}")
     result = peagle("train", f"--recipe={recipe}", "--target", models / "target", "--dtype", "float32")
@@ -142,6 +143,7 @@ def test_sigterm_saves_the_state_and_exits_with_143(models, data, recipe, tmp_pa
     assert (output / "run" / "state.pt").exists()
 
 
+@pytest.mark.slow
 def test_held_out_conversations_give_an_acceptance_on_the_card(train, data, tmp_path):
     assert train(tmp_path / "drafter", "--held-out", data, "--num-steps", 1).status == 0
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())

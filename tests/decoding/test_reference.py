@@ -61,7 +61,10 @@ def test_plain_greedy_decoding_equals_transformers_generate(target: HFTarget, pr
     assert tokens(decode(target, prompt, SamplingParams(max_tokens=40))) == generated(target, tuple(prompt), 40)
 
 
-@pytest.mark.parametrize("num_draft_tokens", range(1, 7))
+@pytest.mark.parametrize(
+    "num_draft_tokens",
+    [number if number in (1, 4) else pytest.param(number, marks=pytest.mark.slow) for number in range(1, 7)],
+)
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_greedy_decoding_with_drafts_equals_transformers_generate(
     target: HFTarget, drafter: Drafter, method: str, num_draft_tokens: int

@@ -215,6 +215,7 @@ def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method
         assert_mixed(stats)
 
 
+@pytest.mark.slow
 def test_verifying_only_the_likeliest_drafts_of_a_batch_changes_no_token(case: Case) -> None:
     served = serve_once(case, "p-eagle", PROMPTS, verify_tokens=40, **ROOMY)
     assert_same(case.target, served.answers, case.answers, PROMPTS)

@@ -80,8 +80,10 @@ def num_arriving(rng: random.Random, num_open: int, num_left: int) -> int:
     return min(rng.choice((1, 40, 80)), num_left) if num_open < 10 else 0
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 5])
-@pytest.mark.parametrize("num_requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_requests", "tree_nodes"),
+    [(1_000, 5), *(pytest.param(10_000, nodes, marks=pytest.mark.slow) for nodes in (None, 5))],
+)
 def test_requests_with_aborts_leave_no_page_behind_and_are_answered_right(
     num_requests: int, tree_nodes: int | None
 ) -> None:

@@ -91,7 +91,14 @@ def test_a_drafter_without_an_answer_gives_an_empty_tree() -> None:
     assert (tree.score_BM == -INFINITY).all()
 
 
-@pytest.mark.parametrize(("num_depths", "width", "num_nodes"), [(1, 4, 3), (7, 16, 16), (5, 3, 32), (32, 2, MAX_NODES)])
+@pytest.mark.parametrize(
+    ("num_depths", "width", "num_nodes"),
+    [
+        (1, 4, 3),
+        (5, 3, 8),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((7, 16, 32), (32, 2, MAX_NODES))),
+    ],
+)
 def test_triton_grows_the_tree_that_pytorch_grows(num_depths: int, width: int, num_nodes: int) -> None:
     logprob_BKW = random_logprobs(4, num_depths, width, seed=1)
     logprob_BKW[1, 1:] = -INFINITY  # a request that allows one token

@@ -337,6 +337,7 @@ def test_request_that_takes_too_long_is_ended():
         assert served.wait_until_idle().num_pages_used == 0
 
 
+@pytest.mark.slow
 def test_full_queue_is_a_503_with_retry_after_and_clients_retry():
     with running(lambda: tiny_llm(max_batch=1, max_waiting=1)) as served:
         ask = {"prompt": "the", "max_tokens": 120, "ignore_eos": True}
@@ -375,6 +376,7 @@ def test_full_queue_is_a_503_with_retry_after_and_clients_retry():
         assert len(texts) == 5 and len(set(texts)) == 1, "the SDK waits and tries again"
 
 
+@pytest.mark.slow
 def test_streams_that_wait_are_kept_alive():
     with running(lambda: tiny_llm(max_batch=1, with_drafter=False), keep_alive_seconds=0.05) as served:
         ask = {"prompt": "the", "max_tokens": 250, "ignore_eos": True}

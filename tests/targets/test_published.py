@@ -180,6 +180,7 @@ def serve(target: HFTarget, drafter: Drafter | None, num_draft_tokens: int) -> t
         return [list(output.outputs[0].token_ids) for output in outputs], llm.engine.stats()
 
 
+@pytest.mark.slow
 def test_the_files_have_the_published_names_and_no_others(case: Case) -> None:
     assert stored_names(case.directory / "model.safetensors") == spelled_out(STORED[case.name])
     assert stored_names(case.head / "model.safetensors") == spelled_out(HEAD_NAMES)
