@@ -377,7 +377,7 @@ def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished
     stranger.tokenizer.add_tokens(["stranger"])
     cases = [
         ({"num_layers": 2}, target, ConfigError, "num_layers was 1, is 2 in the settings"),
-        ({"method": "eagle3"}, target, ConfigError, "method was 'p-eagle', is 'eagle3' in the settings"),
+        ({"method": "eagle3"}, target, ConfigError, "method was 'p-eagle', is 'eagle3'"),
         ({"fc_norm": False}, target, ConfigError, "fc_norm was True, is False in the settings"),
         ({"draft_vocab_size": 20}, target, ConfigError, "draft_vocab_size was 288, is 20 in the settings"),
         ({"aux_layer_ids": (0, 1, 2)}, target, ConfigError, "aux_layer_ids was (2, 4, 5), is (0, 1, 2)"),
