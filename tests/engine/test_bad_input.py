@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from harness.model_families import BASE, family_target
+from harness.model_families import BASE, family_target, sequential
 from harness.tiny_models import tiny_drafter, tiny_tokenizer
 from peagle.decoding.reference import decode
 from peagle.engine.engine import Engine
@@ -66,14 +66,20 @@ def test_a_budget_that_cannot_hold_is_refused_at_start_with_the_numbers(
         ({"drafter": "own", "num_draft_tokens": 0}, "num_draft_tokens=0 contradicts the given drafter"),
         ({"drafter": "own", "num_draft_tokens": 9}, "between 1 and 4, the depth it was trained for, got 9"),
         ({"drafter": "own", "num_draft_tokens": -1}, "num_draft_tokens must be"),
+        ({"drafter": "own", "num_draft_tokens": 63}, "num_draft_tokens=63 exceeds the limit of 62"),
+        ({"drafter": "own", "num_draft_tokens": 4, "tree_nodes": 63}, "tree_nodes must be between 1 and 62, got 63"),
+        ({"drafter": None, "tree_nodes": 8}, "tree_nodes=8 needs a parallel drafter, but there is none"),
+        ({"drafter": "eagle3", "num_draft_tokens": 3, "tree_nodes": 8}, "this one drafts token by token (EAGLE-3)"),
         ({"drafter": "auto", "num_draft_tokens": 3}, "no drafter ships for 'tiny-llama'"),
         ({"max_batsh": 3}, "unknown setting 'max_batsh'\nhint: did you mean 'max_batch'?"),
     ],
 )
 def test_contradictory_and_unknown_options_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     target = family_target("llama")
-    if arguments.get("drafter") == "own":
-        arguments = arguments | {"drafter": tiny_drafter(target)}
+    if arguments.get("drafter") in ("own", "eagle3"):
+        parallel = tiny_drafter(target)
+        own = parallel if arguments["drafter"] == "own" else sequential(parallel, target)
+        arguments = arguments | {"drafter": own}
     with pytest.raises(ConfigError) as caught:
         LLM(target, **arguments)
     assert message in str(caught.value)

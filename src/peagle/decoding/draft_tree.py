@@ -8,20 +8,21 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-WIDTH = 16
-"""tokens per depth that a tree is grown from"""
+from peagle.drafter.model import Drafter
+from peagle.errors import ConfigError
+from peagle.kernels.candidate_tree import MAX_NODES, TREE_WIDTH
 
 
 class DraftTree:
     """Nodes 1, 2, ... behind node 0, which is the text so far. A parent comes before its children."""
 
-    def __init__(self, token_ids: Sequence[int] = (), parents: Sequence[int] | None = None) -> None:
-        """Without parents, each token follows the one before it."""
+    def __init__(self, chain: Sequence[int] = ()) -> None:
+        """Start with tokens that follow one another."""
         self.token_ids: list[int] = []
         """of nodes 1, 2, ..."""
         self.parents, self.depths, self.ancestors = [0], [0], [1]
         """of nodes 0, 1, ..., as in `CandidateTree`"""
-        for parent, token_id in zip(range(len(token_ids)) if parents is None else parents, token_ids, strict=True):
+        for parent, token_id in enumerate(chain):
             self.add(parent, token_id)
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class DraftTree:
 
 def best_first(logits_KU: Tensor, to_target_ids: Callable[[Tensor], Tensor], num_nodes: int) -> DraftTree:
     """The `num_nodes` likeliest paths, by the product of the probabilities of their tokens."""
-    top = logits_KU.float().log_softmax(-1).topk(min(WIDTH, logits_KU.shape[-1]), dim=-1)
+    top = logits_KU.float().log_softmax(-1).topk(min(TREE_WIDTH, logits_KU.shape[-1]), dim=-1)
     logprobs, token_ids = top.values.tolist(), to_target_ids(top.indices).tolist()
     tree = DraftTree()
     heap = [(-logprob, 0, choice, 0) for choice, logprob in enumerate(logprobs[0])]
@@ -71,3 +72,14 @@ def best_first(logits_KU: Tensor, to_target_ids: Callable[[Tensor], Tensor], num
             for child, logprob in enumerate(logprobs[depth + 1]):
                 heapq.heappush(heap, (score - logprob, node, child, depth + 1))
     return tree
+
+
+def check_tree(drafter: Drafter | None, tree_nodes: int | None) -> None:
+    """Refuse a tree that is too large, or that the drafter cannot grow."""
+    if tree_nodes is None:
+        return
+    if not 1 <= tree_nodes <= MAX_NODES:
+        raise ConfigError(f"tree_nodes must be between 1 and {MAX_NODES}, got {tree_nodes}")
+    if drafter is None or not drafter.config.parallel:
+        found = "there is none" if drafter is None else "this one drafts token by token (EAGLE-3)"
+        raise ConfigError(f"tree_nodes={tree_nodes} needs a parallel drafter, but {found}", hint="omit tree_nodes")

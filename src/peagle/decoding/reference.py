@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.decoding.adjusting import adjusted_logits, check_token_ids
-from peagle.decoding.draft_tree import DraftTree, best_first
+from peagle.decoding.draft_tree import DraftTree, best_first, check_tree
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.decoding.verify import verify_deterministic, verify_greedy
@@ -81,6 +81,7 @@ def decode(
     if drafter is None or num_draft_tokens == 0:
         return request.run(None, 0)
     drafter.check_num_draft_tokens(num_draft_tokens)
+    check_tree(drafter, tree_nodes)
     return request.run(DraftingSession(drafter), num_draft_tokens, tree_nodes)
 
 

@@ -33,16 +33,6 @@ def check_types(params: SamplingParams) -> None:
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
 
 
-def check_tree(drafter: Drafter | None, tree_nodes: int | None) -> None:
-    if tree_nodes is None:
-        return
-    if tree_nodes > MAX_NODES:
-        raise ConfigError(f"tree_nodes={tree_nodes} exceeds the limit of {MAX_NODES}")
-    if drafter is None or not drafter.config.parallel:
-        found = "there is none" if drafter is None else "this one drafts token by token (EAGLE-3)"
-        raise ConfigError(f"tree_nodes={tree_nodes} needs a parallel drafter, but {found}", hint="omit tree_nodes")
-
-
 def check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: HFTarget) -> int | None:
     if num_draft_tokens is None:
         if drafter is None:
@@ -63,6 +53,8 @@ def check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: 
         raise ConfigError(
             "num_draft_tokens=0 contradicts the given drafter", hint="omit the drafter, or use at least 1"
         )
+    if num_draft_tokens > MAX_NODES:
+        raise ConfigError(f"num_draft_tokens={num_draft_tokens} exceeds the limit of {MAX_NODES}")
     drafter.check_num_draft_tokens(num_draft_tokens)
     return num_draft_tokens
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.adjusting import check_token_ids
+from peagle.decoding.draft_tree import check_tree
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
-from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_tree, check_types
+from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_types
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
 from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
 from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError

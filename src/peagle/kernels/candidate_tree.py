@@ -28,6 +28,8 @@ from torch import Tensor
 
 MAX_NODES = 62
 """The ancestors of a node, and the node itself, are bits of an int64, the root is bit 0."""
+TREE_WIDTH = 16
+"""Tokens per depth that a tree is grown from."""
 
 
 class CandidateTree(NamedTuple):

@@ -62,7 +62,7 @@ class EngineConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, minimum in (("page_size", 1), ("num_pages", 1), ("tree_nodes", 1), ("verify_tokens", 0)):
+        for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
             self._require(name, minimum)
 
 

@@ -45,7 +45,7 @@ class Memory:
     ) -> None:
         self.page_size = page_size
         self._blocks: list[Tensor] = []
-        self._layers: list[tuple[Tensor, Tensor]] = [()] * len(layers)  # type: ignore[list-item]  # filled below
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         for shape in dict.fromkeys(layers):
             own = [index for index, layer in enumerate(layers) if layer == shape]
             size = (len(own), 2, num_pages, page_size, shape.num_groups, shape.width)

@@ -21,16 +21,13 @@ from torch.nn import functional
 from peagle.drafter.model import Attend, Drafter
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
-from peagle.kernels.candidate_tree import CandidateTree, grow_tree
+from peagle.kernels.candidate_tree import TREE_WIDTH, CandidateTree, grow_tree
 from peagle.kernels.compiler import Compile
 from peagle.kernels.likeliest import likeliest, likeliest_tokens
 from peagle.targets.paged import Memory
 from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
 from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
-
-TREE_WIDTH = 16
-"""tokens per depth that a tree is grown from"""
 
 
 class DrafterBatch(NamedTuple):
@@ -71,7 +68,7 @@ class Drafting:
         self.drafter, self.state, self.memory = drafter, state, memory
         self.num_draft_tokens = state.num_draft_tokens
         self.page_size, self.max_position = memory.page_size, max_position
-        self.needs_confidence = needs_confidence or state.is_tree
+        self.needs_confidence = needs_confidence
         self.width = min(TREE_WIDTH, drafter.config.draft_vocab_size) if state.is_tree else 1
         with torch.no_grad():
             mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
