@@ -45,14 +45,15 @@ class Memory:
     ) -> None:
         self.page_size = page_size
         self._blocks: list[Tensor] = []
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        pages: dict[int, tuple[Tensor, Tensor]] = {}
         for shape in dict.fromkeys(layers):
             own = [index for index, layer in enumerate(layers) if layer == shape]
             size = (len(own), 2, num_pages, page_size, shape.num_groups, shape.width)
             block = torch.zeros(size, dtype=dtype, device=device)
             self._blocks.append(block.view(2 * len(own), num_pages * page_size, shape.num_groups, shape.width))
             for place, index in enumerate(own):
-                self._layers[index] = block[place, 0], block[place, 1]
+                pages[index] = block[place, 0], block[place, 1]
+        self._layers = [pages[index] for index in range(len(layers))]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._layers[layer]
