@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+PAIR_HEAD_NAME = "pair_head.safetensors"
+"""Only in our own directories; see `pair_head.py`. It is not among the weights."""
 PICKLED_NAME = "pytorch_model.bin"
 WEIGHTS_NAMES = (WEIGHTS_NAME, f"{WEIGHTS_NAME}.index.json", PICKLED_NAME, f"{PICKLED_NAME}.index.json")
 """File names of weights, in the order they are looked for."""

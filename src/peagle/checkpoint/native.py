@@ -1,7 +1,7 @@
 """Drafter directories: config.json and model.safetensors as vLLM's P-EAGLE loader reads them, plus the card.
 
 The full form has the embedding table, which vLLM needs. The compact form leaves out the target's tables and keeps only
-the drafter's own mask row, as `mask_embedding`.
+the drafter's own mask row, as `mask_embedding`. A pair head is a file of its own (`pair_head.py`).
 
 Directories of other projects are read too: `config_json.py` knows their keys, `layouts.py` their files and names.
 """
@@ -25,14 +25,17 @@ from peagle.checkpoint.card import CARD_NAME, DrafterCard, differences, read_car
 from peagle.checkpoint.config_json import errors_in, read_config, write_config
 from peagle.checkpoint.layouts import (
     CONFIG_NAME,
+    PAIR_HEAD_NAME,
     SAVED_NAME,
     WEIGHTS_NAME,
     complete_directory,
     read_tensors,
     weights_files,
 )
+from peagle.checkpoint.pair_head import read_pair_head
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
+from peagle.drafter.pair_head import PairHead
 from peagle.drafter.vocab import read_table
 from peagle.errors import CheckpointError, nearest
 
@@ -55,12 +58,13 @@ def save_drafter(
     drafter: Drafter, directory: Path, card: DrafterCard, *, full: bool, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write a drafter directory. See `write_directory` for what happens to an earlier drafter there."""
-    write_directory(directory, stored_tensors(drafter, full=full), write_config(drafter.config, dtype), card, dtype)
+    config = write_config(drafter.config, dtype)
+    write_directory(directory, stored_tensors(drafter, full=full), config, card, dtype, drafter.pair_head)
 
 
 def stored_tensors(drafter: Drafter, *, full: bool) -> dict[str, Tensor]:
-    """The drafter's tensors by vLLM's names; `full` adds the tables that engines cannot take from the target."""
-    tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    """The drafter's tensors by vLLM's names, without the pair head's. `full` adds the tables that engines need."""
+    tensors = {name: tensor.detach() for name, tensor in drafter.without_pair_head().state_dict().items()}
     if drafter.config.parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
         if full or drafter.config.embeddings == "own":
@@ -73,29 +77,36 @@ def stored_tensors(drafter: Drafter, *, full: bool) -> dict[str, Tensor]:
 
 
 def write_directory(
-    directory: Path, tensors: dict[str, Tensor], config: dict[str, Any], card: DrafterCard, dtype: torch.dtype
+    directory: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    card: DrafterCard,
+    dtype: torch.dtype,
+    pair_head: PairHead | None = None,
 ) -> None:
     """Write weights (in `dtype`), config.json and card. After a kill at any time the old or the new drafter is there.
+
+    A drafter without a pair head removes that of an earlier drafter in the directory.
 
     The files are written into a scratch directory, whose rename to `.saved` commits the save: from then on our readers
     read `.saved` (`complete_directory`). Its files then replace those of the directory. config.json goes first and
     comes back last, so that other programs see the old drafter, none or the new one, but never a mix.
     """
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
+    weights = {WEIGHTS_NAME: tensors}
+    if pair_head is not None:
+        weights[PAIR_HEAD_NAME] = dict(pair_head.state_dict())
     directory.mkdir(parents=True, exist_ok=True)
     _finish_save(directory)
     scratch = Path(tempfile.mkdtemp(dir=directory, prefix=SCRATCH_PREFIX))
     try:
-        save_file(tensors, scratch / WEIGHTS_NAME, metadata={"format": "pt"})
         (scratch / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
         (scratch / CARD_NAME).write_text(card.to_json())
-        # safetensors creates files that only their owner can read.
-        (scratch / WEIGHTS_NAME).chmod((scratch / CONFIG_NAME).stat().st_mode)
-        for name in (WEIGHTS_NAME, CONFIG_NAME, CARD_NAME):
-            with (scratch / name).open("rb") as stream:
+        for name, own in weights.items():
+            save_file(_stored(own, dtype), scratch / name, metadata={"format": "pt"})
+            # safetensors creates files that only their owner can read.
+            (scratch / name).chmod((scratch / CONFIG_NAME).stat().st_mode)
+        for path in scratch.iterdir():
+            with path.open("rb") as stream:
                 os.fsync(stream.fileno())
         scratch.rename(directory / SAVED_NAME)
         _finish_save(directory)
@@ -109,13 +120,21 @@ def write_directory(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
 def _finish_save(directory: Path) -> None:
     """Move the files of a committed save into place, and delete the remains of killed saves."""
     saved = directory / SAVED_NAME
     if saved.is_dir():
-        for name in (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME):
+        for name in (CONFIG_NAME, WEIGHTS_NAME, PAIR_HEAD_NAME, CARD_NAME):
             (directory / name).unlink(missing_ok=True)
-        for name in (WEIGHTS_NAME, CARD_NAME, CONFIG_NAME):
+        names = [PAIR_HEAD_NAME] if (saved / PAIR_HEAD_NAME).exists() else []
+        for name in (*names, WEIGHTS_NAME, CARD_NAME, CONFIG_NAME):
             try:
                 os.link(saved / name, directory / name)
             except OSError:  # no hard links on this file system
@@ -146,6 +165,7 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     with errors_in(directory / CONFIG_NAME):
         drafter = Drafter(config, target.embedding_VD, target.head_VD)
     _fill(drafter, tensors, target, directory, repairs)
+    drafter.pair_head = read_pair_head(directory, config)
     for repair in repairs:
         log.warning("%s: %s", directory, repair)
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)

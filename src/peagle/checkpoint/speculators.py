@@ -15,7 +15,14 @@ from torch import Tensor
 from peagle.checkpoint.card import DrafterCard
 from peagle.checkpoint.config_json import AUX_KEY, NORM_FLAGS, layer_values
 from peagle.checkpoint.native import write_directory
-from peagle.checkpoint.vllm import MIXED_WINDOWS, all_tensors, check_same, has_mixed_windows, served_config
+from peagle.checkpoint.vllm import (
+    MIXED_WINDOWS,
+    all_tensors,
+    check_same,
+    has_mixed_windows,
+    leave_pair_head,
+    served_config,
+)
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import draft_to_target
@@ -31,7 +38,8 @@ CHECKED_WITH = "0.9.0"
 def write(
     drafter: Drafter, target: HFTarget, card: DrafterCard, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write the directory with all tables, read it back and compare; returns the directory."""
+    """Write the directory with all tables, without a pair head, read it back and compare; returns the directory."""
+    drafter = leave_pair_head(drafter)
     config = served_config(drafter, target)
     if config.hidden_size != config.target_hidden_size:
         raise ConfigError(

@@ -28,7 +28,7 @@ NOT_COMPUTED = {"embeddings", "head", "num_draft_tokens", "advised_draft_tokens"
 def write(
     drafter: Drafter, target: HFTarget, card: DrafterCard, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    """Write the directory, read it back and compare; returns the directory.
+    """Write the directory without a pair head, read it back and compare; returns the directory.
 
     A parallel drafter gets the embedding table, since its mask token has its own row. Other tables of the target are
     left out, because engines share the target's. A vocabulary map is written as offsets, if there is one.
@@ -39,10 +39,18 @@ def write(
             f"{drafter.config.sliding_window}, some full attention; {MIXED_WINDOWS}",
             hint="serve it with peagle, or train one with the same attention in all layers",
         )
+    drafter = leave_pair_head(drafter)
     config = served_config(drafter, target)
     write_directory(directory, stored_tensors(drafter, full=True), write_config(config, dtype), card, dtype)
     check_same(drafter, target, directory, dtype)
     return directory
+
+
+def leave_pair_head(drafter: Drafter) -> Drafter:
+    """The drafter as other engines know it."""
+    if drafter.pair_head is not None:
+        log.info("leaving out the pair head of rank %d, which only peagle reads", drafter.pair_head.rank)
+    return drafter.without_pair_head()
 
 
 def has_mixed_windows(config: DrafterConfig) -> bool:

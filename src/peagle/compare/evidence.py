@@ -63,7 +63,7 @@ def fingerprints(state: Mapping[str, Tensor]) -> dict[str, str]:
 @torch.no_grad()
 def own_tensors(target: "HFTarget", drafter: "Drafter") -> dict[str, Tensor]:
     """A drafter's state without the target's tables, which only some forms of its files hold."""
-    state = dict(drafter.state_dict())
+    state = dict(drafter.without_pair_head().state_dict())
     for name, (table, own_row) in shared_tables(target, drafter.config, state.get("d2t")).items():
         is_same_shape = name in state and state[name].shape == table.shape
         if is_same_shape and not num_differing_rows(state[name], table, own_row, torch.bfloat16):
@@ -116,7 +116,11 @@ def greedy_params(max_tokens: int = MAX_TOKENS) -> SamplingParams:
 
 
 def record(target: "HFTarget", drafter: "Drafter") -> Evidence:
-    """Evidence of a drafter that is known to be good. The target must be tapped at its layers."""
+    """Evidence of a drafter that is known to be good. The target must be tapped at its layers.
+
+    A pair head takes no part: other engines must find the same.
+    """
+    drafter = drafter.without_pair_head()
     num_draft_tokens = usual_depth(drafter.config)
     prompts = gate_prompts(target.tokenizer, target.max_length)
     params = [greedy_params()] * len(prompts)

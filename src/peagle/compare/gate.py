@@ -279,7 +279,8 @@ class Gate:
 
     def _load(self) -> str:
         if self.engine == "native":
-            self.drafter = load_drafter(self.directory, self.target, allow_mismatch=self.allow_mismatch)
+            drafter = load_drafter(self.directory, self.target, allow_mismatch=self.allow_mismatch)
+            self.drafter = drafter.without_pair_head()  # the evidence is
         else:
             self.drafter = self.reading.build(self.target)
         return f"{self.drafter.config.method}, {self.drafter.config.num_layers} layers"

@@ -1,16 +1,16 @@
 """A tree of drafts on the host, slow and simple: the judge of `kernels/candidate_tree.py`, and what a grammar edits.
 
-Shapes: K depths, U draft vocabulary.
+Shapes: K depths, W tokens per depth, U draft vocabulary.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
-from peagle.kernels.candidate_tree import MAX_NODES, TREE_WIDTH
+from peagle.kernels.candidate_tree import MAX_NODES
 
 
 class DraftTree:
@@ -58,18 +58,22 @@ class DraftTree:
         return [self.token_ids[node - 1] for node in nodes]
 
 
-def best_first(logits_KU: Tensor, to_target_ids: Callable[[Tensor], Tensor], num_nodes: int) -> DraftTree:
+def best_first(drafter: Drafter, logits_KU: Tensor, num_nodes: int) -> DraftTree:
     """The `num_nodes` likeliest paths, by the product of the probabilities of their tokens."""
-    top = logits_KU.float().log_softmax(-1).topk(min(TREE_WIDTH, logits_KU.shape[-1]), dim=-1)
-    logprobs, token_ids = top.values.tolist(), to_target_ids(top.indices).tolist()
+    tokens_KW, logprob_KW = drafter.candidates(logits_KU)
+    token_ids = drafter.to_target_ids(tokens_KW).tolist()
+    if drafter.pair_head is not None:
+        logprobs = drafter.pair_head.conditionals(tokens_KW, logprob_KW).tolist()
+    else:
+        logprobs = [[row] * len(row) for row in logprob_KW.tolist()]
     tree = DraftTree()
-    heap = [(-logprob, 0, choice, 0) for choice, logprob in enumerate(logprobs[0])]
+    heap = [(-logprob, 0, choice, 0) for choice, logprob in enumerate(logprobs[0][0])]
     heapq.heapify(heap)
     while heap and len(tree) < num_nodes:
         score, parent, choice, depth = heapq.heappop(heap)
         node = tree.add(parent, token_ids[depth][choice])
         if depth + 1 < len(logprobs):
-            for child, logprob in enumerate(logprobs[depth + 1]):
+            for child, logprob in enumerate(logprobs[depth + 1][choice]):
                 heapq.heappush(heap, (score - logprob, node, child, depth + 1))
     return tree
 

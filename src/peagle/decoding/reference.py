@@ -144,7 +144,7 @@ class _Request:
                 draft = session.draft(self.token_ids[session.num_anchors :], known_aux_TA, num_drafts)
             tree = DraftTree(draft.token_ids if draft else ())
             if session is not None and draft is not None and tree_nodes is not None:
-                tree = best_first(draft.logits_KU, session.to_target_ids, tree_nodes)
+                tree = best_first(session.drafter, draft.logits_KU, tree_nodes)
             branch = tree.branch(0)
             while True:
                 drafted = tree.tokens(branch)

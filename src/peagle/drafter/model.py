@@ -11,9 +11,10 @@ EAGLE-3 drafter has the same network without placeholders and runs once per draf
 Module and parameter names are those of vLLM's checkpoints, so the state dict needs no renaming.
 
 Shapes: B rows or requests, S slots (query rows), C cached plus new slots (key rows), D width, H heads, E head width,
-A concatenated aux width, V draft vocabulary.
+A concatenated aux width, V draft vocabulary, N rows of logits, W likeliest tokens.
 """
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.pair_head import PairHead
 from peagle.errors import ConfigError
+from peagle.kernels.candidate_tree import TREE_WIDTH
+from peagle.kernels.likeliest import likeliest_tokens
 
 if TYPE_CHECKING:
     from peagle.checkpoint.card import DrafterCard
@@ -186,6 +190,8 @@ class Drafter(nn.Module):
         """Its drafter card, if it was loaded with one."""
         self.repairs: tuple[str, ...] = ()
         """Messages about files that were repaired on loading, which other engines would misread."""
+        self.pair_head: PairHead | None = None
+        """Scores neighboring drafts, if there is one; a file of its own, which only we read."""
         self._served_head: Callable[[Tensor], Tensor] | None = None
         self.rotary = _rotary(config)
 
@@ -287,6 +293,24 @@ class Drafter(nn.Module):
         """Let the engine's faster form of the head compute the logits; None restores the plain one."""
         # `partial` hides a module from nn.Module: its weight must not enter the state dict.
         self._served_head = head if head is None else partial(head)
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens per depth that a tree or a pair head chooses from."""
+        return min(TREE_WIDTH, self.config.draft_vocab_size)
+
+    def candidates(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens [N, W], by draft id, and their log-probabilities."""
+        return likeliest_tokens(logits_NV, self.num_candidates)
+
+    def without_pair_head(self) -> "Drafter":
+        """The same weights, not copied, without the pair head: the drafter that other engines serve."""
+        if self.pair_head is None:
+            return self
+        plain = copy.copy(self)
+        plain._modules = dict(self._modules)
+        plain.pair_head = None
+        return plain
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
         self.config.check_num_draft_tokens(num_draft_tokens)

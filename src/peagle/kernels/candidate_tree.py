@@ -18,7 +18,16 @@ Two depths with probabilities 0.6, 0.31 and 0.5, 0.4. The four best paths are 0.
 
 Node 0 is the root: the newest token of the sequence. Among equal scores the older parent wins, then the lower choice.
 
-Shapes: B requests, K depths, W tokens per depth, M nodes, L = M + 1.
+With a pair head (`drafter/pair_head.py`), the log-probability of a token depends on the token before it: [B, K, W, W],
+where the first W is the choice at the depth before, and row 0 serves the first depth. Here the second depth is 0.5,
+0.4 behind the first token, and 0.1, 0.8 behind the second, whose child 0.31 * 0.8 comes before 0.6 * 0.4:
+
+>>> pairs_BKWW = torch.tensor([[[[0.6, 0.31]] * 2, [[0.5, 0.4], [0.1, 0.8]]]]).log()
+>>> tree = grow_tree(pairs_BKWW, torch.tensor([2]), num_nodes=4)
+>>> tree.parent_BL.tolist(), tree.choice_BM.tolist()
+([[0, 0, 0, 1, 2]], [[0, 1, 0, 1]])
+
+Shapes: B requests, K depths, W tokens per depth, X = W or W x W (pairs), M nodes, L = M + 1.
 """
 
 from typing import NamedTuple
@@ -46,17 +55,17 @@ class CandidateTree(NamedTuple):
     """log-probability of each path, falling; -inf for nodes that the tree does not have"""
 
 
-def grow_tree(logprob_BKW: Tensor, max_depth_B: Tensor, num_nodes: int) -> CandidateTree:
-    """The best `num_nodes` paths of at most `max_depth_B` tokens. Each depth is sorted, its likeliest token first."""
-    num_depths, width = logprob_BKW.shape[1:]
-    depth_K = torch.arange(num_depths, device=logprob_BKW.device)
-    is_over_BK1 = (depth_K >= max_depth_B[:, None])[..., None]
-    logprob_BKW = logprob_BKW.masked_fill(is_over_BK1 | logprob_BKW.isnan(), float("-inf"))
-    if width == 1:
-        return _chain(logprob_BKW[..., 0], num_nodes)
-    if logprob_BKW.is_cuda:
-        return CandidateTree(*_grow_on_gpu(logprob_BKW, num_nodes))
-    return grow_tree_torch(logprob_BKW, num_nodes)
+def grow_tree(logprob_BKX: Tensor, max_depth_B: Tensor, num_nodes: int) -> CandidateTree:
+    """The best `num_nodes` paths of at most `max_depth_B` tokens."""
+    depth_K = torch.arange(logprob_BKX.shape[1], device=logprob_BKX.device)
+    is_over_BK = depth_K >= max_depth_B[:, None]
+    is_over_BKX = is_over_BK.view(*is_over_BK.shape, *[1] * (logprob_BKX.dim() - 2))
+    logprob_BKX = logprob_BKX.masked_fill(is_over_BKX | logprob_BKX.isnan(), float("-inf"))
+    if logprob_BKX.shape[-1] == 1:
+        return _chain(logprob_BKX.flatten(1), num_nodes)
+    if logprob_BKX.is_cuda:
+        return CandidateTree(*_grow_on_gpu(logprob_BKX, num_nodes))
+    return grow_tree_torch(logprob_BKX, num_nodes)
 
 
 def chain(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,21 +81,22 @@ def _chain(logprob_BK: Tensor, num_nodes: int) -> CandidateTree:
     return CandidateTree(parent_BL, depth_BL, ancestors_BL, torch.zeros_like(score_BM, dtype=torch.int64), score_BM)
 
 
-def grow_tree_torch(logprob_BKW: Tensor, num_nodes: int) -> CandidateTree:
+def grow_tree_torch(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
     """Best-first search; used on a CPU, and the reference for the kernel.
 
     The frontier holds the score of every child of the nodes so far. Each round takes the best of all.
     """
-    num_requests, num_depths, width = logprob_BKW.shape
-    device, request_B = logprob_BKW.device, torch.arange(num_requests, device=logprob_BKW.device)
-    children_BKW = torch.cat([logprob_BKW, logprob_BKW.new_full((num_requests, 1, width), float("-inf"))], dim=1)
-    frontier_BLW = logprob_BKW.new_full((num_requests, num_nodes + 1, width), float("-inf"))
-    frontier_BLW[:, 0] = logprob_BKW[:, 0]
+    num_requests, num_depths, *_, width = logprob_BKX.shape
+    device, request_B = logprob_BKX.device, torch.arange(num_requests, device=logprob_BKX.device)
+    is_paired = logprob_BKX.dim() == 4
+    children_BKX = torch.cat([logprob_BKX, torch.full_like(logprob_BKX[:, :1], float("-inf"))], dim=1)
+    frontier_BLW = logprob_BKX.new_full((num_requests, num_nodes + 1, width), float("-inf"))
+    frontier_BLW[:, 0] = logprob_BKX[:, 0, 0] if is_paired else logprob_BKX[:, 0]
     parent_BL, depth_BL, choice_BL = (
         torch.zeros(num_requests, num_nodes + 1, dtype=torch.int64, device=device) for _ in range(3)
     )
     ancestors_BL = torch.ones_like(parent_BL)
-    score_BL = logprob_BKW.new_zeros(num_requests, num_nodes + 1)
+    score_BL = logprob_BKX.new_zeros(num_requests, num_nodes + 1)
     for node in range(1, num_nodes + 1):
         score_B, best_B = frontier_BLW.flatten(1).max(1)
         parent_B, choice_B = best_B // width, best_B % width
@@ -94,15 +104,16 @@ def grow_tree_torch(logprob_BKW: Tensor, num_nodes: int) -> CandidateTree:
         depth_BL[:, node] = depth_BL[request_B, parent_B] + 1
         ancestors_BL[:, node] = ancestors_BL[request_B, parent_B] | (1 << node)
         frontier_BLW[request_B, parent_B, choice_B] = float("-inf")
-        frontier_BLW[:, node] = score_B[:, None] + children_BKW[request_B, depth_BL[:, node].clamp_max(num_depths)]
+        below = (request_B, depth_BL[:, node].clamp_max(num_depths))
+        frontier_BLW[:, node] = score_B[:, None] + children_BKX[(*below, choice_B) if is_paired else below]
     return CandidateTree(parent_BL, depth_BL, ancestors_BL, choice_BL[:, 1:], score_BL[:, 1:])
 
 
-def _grow_on_gpu_op(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _grow_on_gpu_op(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     # Imported lazily: triton may not be installed.
     from peagle.kernels.candidate_tree_triton import grow_tree_triton
 
-    return grow_tree_triton(logprob_BKW, num_nodes)
+    return grow_tree_triton(logprob_BKX, num_nodes)
 
 
 # A custom op, so that torch.compile does not trace into the kernel.
@@ -110,7 +121,7 @@ _grow_on_gpu = torch.library.custom_op("peagle::grow_tree", _grow_on_gpu_op, mut
 
 
 @_grow_on_gpu.register_fake
-def _(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
-    size = len(logprob_BKW)
-    nodes = [logprob_BKW.new_empty(size, num_nodes + 1, dtype=torch.int64) for _ in range(3)]
-    return (*nodes, nodes[0].new_empty(size, num_nodes), logprob_BKW.new_empty(size, num_nodes))
+def _(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    size = len(logprob_BKX)
+    nodes = [logprob_BKX.new_empty(size, num_nodes + 1, dtype=torch.int64) for _ in range(3)]
+    return (*nodes, nodes[0].new_empty(size, num_nodes), logprob_BKX.new_empty(size, num_nodes))

@@ -15,9 +15,9 @@ from torch import Tensor
 from peagle.kernels.overlap_triton import can_overlap, take_turn
 
 
-def grow_tree_triton(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_requests, num_depths, width = logprob_BKW.shape
-    logprob_BKW, device = logprob_BKW.contiguous(), logprob_BKW.device
+def grow_tree_triton(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_requests, num_depths, *_, width = logprob_BKX.shape
+    logprob_BKX, device = logprob_BKX.contiguous(), logprob_BKX.device
     parent_BL, depth_BL, ancestors_BL = (
         torch.empty(num_requests, num_nodes + 1, dtype=torch.int64, device=device) for _ in range(3)
     )
@@ -27,15 +27,16 @@ def grow_tree_triton(logprob_BKW: Tensor, num_nodes: int) -> tuple[Tensor, Tenso
         return parent_BL, depth_BL, ancestors_BL, choice_BM, score_BM
     overlaps = can_overlap(device)
     # Triton launches on the current device, which may not be the logits' device.
-    with torch.cuda.device_of(logprob_BKW):
+    with torch.cuda.device_of(logprob_BKX):
         _grow[(num_requests,)](
             parent_BL,
             depth_BL,
             ancestors_BL,
             choice_BM,
             score_BM,
-            logprob_BKW,
+            logprob_BKX,
             num_depths=num_depths,
+            num_rows=width if logprob_BKX.dim() == 4 else 1,
             width=width,
             padded_width=triton.next_power_of_2(width),
             num_nodes=num_nodes,
@@ -56,6 +57,7 @@ def _grow(
     score_ptr,
     logprob_ptr,
     num_depths: tl.constexpr,
+    num_rows: tl.constexpr,
     width: tl.constexpr,
     padded_width: tl.constexpr,
     num_nodes: tl.constexpr,
@@ -71,7 +73,7 @@ def _grow(
     choices = tl.zeros([padded_nodes], tl.int32)
     scores = tl.zeros([padded_nodes], tl.float32)
     ancestors = tl.full([padded_nodes], 1, tl.int64)
-    logprob_ptr += request * num_depths * width
+    logprob_ptr += request * num_depths * num_rows * width
     take_turn(overlaps)
     first = tl.load(logprob_ptr + column, mask=column < width, other=float("-inf"))
     frontier = tl.where((node == 0)[:, None], first[None, :], float("-inf"))
@@ -87,16 +89,17 @@ def _grow(
         choices = tl.where(is_new, choice, choices)
         scores = tl.where(is_new, score, scores)
         ancestors = tl.where(is_new, above | (tl.full([], 1, tl.int64) << new), ancestors)
-        child = depth * width + column
-        is_child = (column < width) & (child < num_depths * width)
+        # With pairs, each depth has one row per choice of the parent.
+        child = (depth * num_rows + (choice if num_rows > 1 else 0)) * width + column
+        is_child = (column < width) & (child < num_depths * num_rows * width)
         children = score + tl.load(logprob_ptr + child, mask=is_child, other=float("-inf"))
         frontier = tl.where(place == best, float("-inf"), frontier)
         frontier = tl.where(is_new[:, None], children[None, :], frontier)
     is_node = node <= num_nodes
-    row = request * (num_nodes + 1) + node
-    tl.store(parent_ptr + row, parents.to(tl.int64), mask=is_node)
-    tl.store(depth_ptr + row, depths.to(tl.int64), mask=is_node)
-    tl.store(ancestors_ptr + row, ancestors, mask=is_node)
+    cell = request * (num_nodes + 1) + node
+    tl.store(parent_ptr + cell, parents.to(tl.int64), mask=is_node)
+    tl.store(depth_ptr + cell, depths.to(tl.int64), mask=is_node)
+    tl.store(ancestors_ptr + cell, ancestors, mask=is_node)
     is_guess = is_node & (node > 0)
     guess = request * num_nodes + node - 1
     tl.store(choice_ptr + guess, choices.to(tl.int64), mask=is_guess)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peagle import __version__
 from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, read_object, vllm_mask_token_id
-from peagle.checkpoint.layouts import CONFIG_NAME, WEIGHTS_NAME, tensor_types
+from peagle.checkpoint.layouts import CONFIG_NAME, PAIR_HEAD_NAME, WEIGHTS_NAME, tensor_types
 from peagle.errors import CheckpointError
 from peagle.vllm.command import DrafterFacts, Installed, VllmSettings, check_combination
 from peagle.vllm.models import Models, card_values, facts_of
@@ -27,6 +27,8 @@ def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> 
     values = read_object(directory / CONFIG_NAME)
     if names is None:
         return "its weights are not in safetensors"
+    if (directory / PAIR_HEAD_NAME).is_file():
+        return "it has a pair head, and vLLM reads every safetensors file of a directory"
     if "mask_embedding" in names:
         return "it is in the compact form, without the embedding table"
     if any(name.startswith(("model.", "draft_model.")) for name in names):

@@ -1,14 +1,16 @@
 """Drafting: the drafter reads the newly accepted tokens with the target's hidden states and proposes K more.
 
 A P-EAGLE drafter (`config.parallel`) proposes the tokens of all K depths in one pass, from mask slots behind the last
-anchor; the likeliest ones grow a tree (`candidate_tree`), or a chain. An EAGLE-3 drafter runs K passes: from the second
-on, its own token and state take the place of the target's.
+anchor; the likeliest ones grow a tree (`candidate_tree`), or a chain. A pair head (`drafter/pair_head.py`) scores them
+by the token before. An EAGLE-3 drafter runs K passes: from the second on, its own token and state take the place of the
+target's.
 
 The drafter's entry that reads token i (anchor i - 1) is stored at index i of the request's pages. A page then depends
 only on the tokens up to its end, so requests with the same prefix can share it.
 
-Shapes: B requests, K depths, W tokens per depth, M drafts, N slots of a pass, S slots of one request, T tokens, D
-drafter width, P pages per request, C chunks, A width of the concatenated hidden states (aux) of the target.
+Shapes: B requests, K depths, W tokens per depth, X = W or W x W (pairs), M drafts, N slots of a pass, S slots of one
+request, T tokens, D drafter width, P pages per request, C chunks, A width of the concatenated hidden states (aux) of
+the target.
 """
 
 from functools import partial
@@ -19,11 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from peagle.drafter.model import Attend, Drafter
+from peagle.drafter.pair_head import PairHead
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
 from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
-from peagle.kernels.candidate_tree import TREE_WIDTH, CandidateTree, grow_tree
+from peagle.kernels.candidate_tree import CandidateTree, grow_tree
 from peagle.kernels.compiler import Compile
-from peagle.kernels.likeliest import likeliest, likeliest_tokens
+from peagle.kernels.likeliest import likeliest
 from peagle.targets.paged import Memory
 from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
 from peagle.worker.row_state import RowState
@@ -45,7 +48,7 @@ class Draft(NamedTuple):
     """The likeliest tokens of each depth, their log-probabilities, and the drafter states they come from."""
 
     tokens_BKW: Tensor
-    logprob_BKW: Tensor
+    logprob_BKX: Tensor
     state_BKD: Tensor
 
 
@@ -69,7 +72,7 @@ class Drafting:
         self.num_draft_tokens = state.num_draft_tokens
         self.page_size, self.max_position = memory.page_size, max_position
         self.needs_confidence = needs_confidence
-        self.width = min(TREE_WIDTH, drafter.config.draft_vocab_size) if state.is_tree else 1
+        self.width = drafter.num_candidates if state.is_tree else 1
         with torch.no_grad():
             mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
             self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
@@ -96,7 +99,7 @@ class Drafting:
         slots = self._run_accepted_slots(batch, accepted, self._run_fuse(aux_NA))
         table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
         draft = self._draft(slots, table_BP, first_anchor_B + accepted.num_accepted_B)
-        self._run_store(rows_B, accepted.next_B1, draft.tokens_BKW, draft.logprob_BKW)
+        self._run_store(rows_B, accepted.next_B1, draft.tokens_BKW, draft.logprob_BKX)
 
     def after_prefill(self, chunks: Chunks, layout: ChunkLayout, first: FirstTokens, aux_NA: Tensor) -> None:
         """Fill the drafter's KV cache for the chunks, and draft behind those that end their sequence."""
@@ -104,7 +107,7 @@ class Drafting:
         # Drafts behind a chunk that does not end its sequence are discarded.
         table_CP = layout.paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
         draft = self._draft(slots, table_CP, layout.end_C - 1)
-        self._run_store(first.rows_C, first.next_C1, draft.tokens_BKW, draft.logprob_BKW)
+        self._run_store(first.rows_C, first.next_C1, draft.tokens_BKW, draft.logprob_BKX)
 
     def _draft(self, batch: DrafterBatch, table_BP: Tensor, last_anchor_B: Tensor) -> Draft:
         """Run the slots of the new anchors, and draft from the last anchor of each request."""
@@ -118,7 +121,7 @@ class Drafting:
             draft = self._run_choose(self._run_layers(batch), batch.last_B, 1)
             drafts.append(draft)
         tokens_BKW = torch.cat([each.tokens_BKW for each in drafts], dim=1)
-        return Draft(tokens_BKW, torch.cat([each.logprob_BKW for each in drafts], dim=1), draft.state_BKD)
+        return Draft(tokens_BKW, torch.cat([each.logprob_BKX for each in drafts], dim=1), draft.state_BKD)
 
     # Building slots ---------------------------------------------------------------------------------------------------
 
@@ -203,9 +206,11 @@ class Drafting:
         slots_BK = last_B[:, None] + torch.arange(num_depths, device=last_B.device)
         normed_BKD, state_BKD = self.drafter.layer_outputs(state_1ND[0, slots_BK])
         logits_BKV = self.drafter.logits(normed_BKD)
+        if self.drafter.pair_head is not None:
+            return Draft(*self._choose_pairs(self.drafter.pair_head, logits_BKV), state_BKD)
         logits_NV, shape = logits_BKV.flatten(0, 1), (*slots_BK.shape, self.width)
         if self.width > 1:
-            found = likeliest_tokens(logits_NV, self.width)
+            found = self.drafter.candidates(logits_NV)
         elif self.needs_confidence or logits_NV.is_cuda:
             found = likeliest(logits_NV)
         else:
@@ -213,10 +218,18 @@ class Drafting:
         tokens_BKW, logprob_BKW = (each.view(shape) for each in found)
         return Draft(self.drafter.to_target_ids(tokens_BKW), logprob_BKW, state_BKD)
 
-    def _store(self, rows_B: Tensor, next_B1: Tensor, tokens_BKW: Tensor, logprob_BKW: Tensor) -> None:
+    def _choose_pairs(self, pair_head: PairHead, logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens of each depth and the log-probabilities of pairs, or the one token of a chain."""
+        tokens_BKW, logprob_BKW = self.drafter.candidates(logits_BKV)
+        if self.state.is_tree:
+            return self.drafter.to_target_ids(tokens_BKW), pair_head.conditionals(tokens_BKW, logprob_BKW)
+        tokens_BK, logprob_BK = pair_head.chain(tokens_BKW, logprob_BKW)
+        return self.drafter.to_target_ids(tokens_BK)[..., None], logprob_BK[..., None]
+
+    def _store(self, rows_B: Tensor, next_B1: Tensor, tokens_BKW: Tensor, logprob_BKX: Tensor) -> None:
         """Write the newest token and the tree of its drafts into the rows."""
         state, num_nodes = self.state, self.state.tokens.shape[1] - 1
-        tree: CandidateTree = grow_tree(logprob_BKW, state.max_draft[rows_B], num_nodes)
+        tree: CandidateTree = grow_tree(logprob_BKX, state.max_draft[rows_B], num_nodes)
         if not state.is_tree:
             drafts_BM = tokens_BKW[..., 0]
         else:

@@ -1,0 +1,123 @@
+"""A pair head beside the weights: written, read back, replaced, refused if it does not fit, and left out of exports."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from harness.drafter_passes import card_for
+from harness.pair_heads import random_head
+from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.checkpoint import speculators, vllm
+from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.compare.evidence import fingerprints, own_tensors
+from peagle.drafter.model import Drafter
+from peagle.errors import CheckpointError
+from peagle.targets.hf import HFTarget
+from peagle.vllm.command import Installed
+from peagle.vllm.form import reason_to_convert
+from peagle.vllm.models import facts_of
+
+NAME = "pair_head.safetensors"
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target(num_layers=4)
+
+
+@pytest.fixture
+def drafter(target: HFTarget) -> Drafter:
+    drafter = tiny_drafter(target)
+    drafter.pair_head = random_head(drafter, rank=3)
+    return drafter
+
+
+def save(drafter: Drafter, target: HFTarget, directory: Path, *, full: bool = False) -> Path:
+    save_drafter(drafter, directory, card_for(target, drafter), full=full, dtype=torch.float32)
+    return directory
+
+
+def test_a_head_comes_back_and_the_weights_are_those_of_a_drafter_without(
+    target: HFTarget, drafter: Drafter, tmp_path: Path
+) -> None:
+    loaded = load_drafter(save(drafter, target, tmp_path / "with"), target)
+    assert drafter.pair_head is not None and loaded.pair_head is not None and loaded.pair_head.rank == 3
+    for name, table in drafter.pair_head.state_dict().items():
+        assert torch.equal(loaded.pair_head.state_dict()[name], table)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    save(drafter.without_pair_head(), target, tmp_path / "without")
+    assert not (tmp_path / "without" / NAME).exists()
+    weights, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
+    assert weights.keys() == plain.keys() and all(torch.equal(weights[name], plain[name]) for name in plain)
+
+
+def test_saving_a_drafter_without_a_head_removes_the_earlier_one(
+    target: HFTarget, drafter: Drafter, tmp_path: Path
+) -> None:
+    save(drafter, target, tmp_path)
+    save(drafter.without_pair_head(), target, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "drafter_card.json", "model.safetensors"]
+    assert load_drafter(tmp_path, target).pair_head is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"left": torch.zeros(287, 3), "right": torch.zeros(288, 3)},
+            r"'left' has shape \[287, 3\], but .* \[288, 3\]",
+        ),
+        ({"left": torch.zeros(288, 3), "right": torch.zeros(288, 4)}, r"'right' has shape \[288, 4\].* rank 3 ask for"),
+        ({"left": torch.zeros(288, 0), "right": torch.zeros(288, 0)}, r"'left' has shape \[288, 0\]"),
+        ({"left": torch.zeros(288), "right": torch.zeros(288)}, r"'left' has shape \[288\]"),
+        ({"left": torch.zeros(288, 3)}, "must hold the tensors left and right, found left"),
+        ({"left": torch.zeros(288, 3), "right": torch.full((288, 3), float("nan"))}, "'right' holds NaN"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    target: HFTarget, drafter: Drafter, tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    save(drafter, target, tmp_path)
+    save_file(tensors, tmp_path / NAME)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_drafter(tmp_path, target)
+    assert NAME in error.value.message and "delete it to serve the drafter without" in str(error.value.hint)
+
+
+def test_a_drafter_that_drafts_token_by_token_has_no_use_for_a_head(
+    target: HFTarget, drafter: Drafter, tmp_path: Path
+) -> None:
+    save(drafter, target, tmp_path / "parallel")
+    sequential = tiny_drafter(target, parallel=False, norm_output=True)
+    save(sequential, target, tmp_path / "sequential")
+    shutil.copy(tmp_path / "parallel" / NAME, tmp_path / "sequential")
+    with pytest.raises(CheckpointError, match="needs a parallel drafter, but this one drafts token by token"):
+        load_drafter(tmp_path / "sequential", target)
+
+
+@pytest.mark.parametrize("write", [vllm.write, speculators.write], ids=["vllm", "speculators"])
+def test_an_export_leaves_the_head_out_and_says_so(
+    target: HFTarget, drafter: Drafter, tmp_path: Path, write, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        write(drafter, target, card_for(target, drafter), tmp_path / "out", dtype=torch.float32)
+    assert "leaving out the pair head of rank 3, which only peagle reads" in caplog.text
+    assert not (tmp_path / "out" / NAME).exists()
+    assert load_drafter(tmp_path / "out", target).pair_head is None
+
+
+def test_vllm_is_never_given_a_directory_with_a_head(target: HFTarget, drafter: Drafter, tmp_path: Path) -> None:
+    """vLLM would read the tables as weights of the network."""
+    newest = Installed("0.32.0")
+    save(drafter.without_pair_head(), target, tmp_path / "plain", full=True)
+    assert reason_to_convert(tmp_path / "plain", facts_of(tmp_path / "plain"), newest) is None
+    save(drafter, target, tmp_path / "paired", full=True)
+    assert "pair head" in str(reason_to_convert(tmp_path / "paired", facts_of(tmp_path / "paired"), newest))
+
+
+def test_a_card_identifies_a_drafter_without_its_head(target: HFTarget, drafter: Drafter) -> None:
+    assert fingerprints(own_tensors(target, drafter)) == fingerprints(own_tensors(target, drafter.without_pair_head()))
