@@ -1,5 +1,6 @@
 """A pair head beside the weights: written, read back, replaced, refused if it does not fit, and left out of exports."""
 
+import dataclasses
 import logging
 import shutil
 from pathlib import Path
@@ -103,11 +104,15 @@ def test_a_drafter_that_drafts_token_by_token_has_no_use_for_a_head(
 def test_an_export_leaves_the_head_out_and_says_so(
     target: HFTarget, drafter: Drafter, tmp_path: Path, write, caplog: pytest.LogCaptureFixture
 ) -> None:
+    acceptance = {"baseline": {"pair_head": 3, "per_position": [0.9]}, "replay": {"per_position": [0.5]}}
+    card = dataclasses.replace(card_for(target, drafter), acceptance=acceptance)
     with caplog.at_level(logging.INFO):
-        write(drafter, target, card_for(target, drafter), tmp_path / "out", dtype=torch.float32)
+        write(drafter, target, card, tmp_path / "out", dtype=torch.float32)
     assert "leaving out the pair head of rank 3, which only peagle reads" in caplog.text
     assert not (tmp_path / "out" / NAME).exists()
-    assert load_drafter(tmp_path / "out", target).pair_head is None
+    exported = load_drafter(tmp_path / "out", target)
+    assert exported.pair_head is None
+    assert exported.card is not None and exported.card.acceptance == {"replay": {"per_position": [0.5]}}
 
 
 def test_vllm_is_never_given_a_directory_with_a_head(target: HFTarget, drafter: Drafter, tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ FLAGS = {
     "data inspect": "--num-examples --rows --num-top-tokens --json --no-json --target",
     "train": (
         "--recipe --data --output --method --from-drafter --held-out --num-held-out --num-layers --num-draft-tokens "
-        "--draft-vocab-size --init --loss --labels --retention --max-length --batch-size --num-steps --learning-rate "
-        "--warmup-steps --seed --save-every --features --checkpoint-activations --no-checkpoint-activations "
-        f"--parallel {TARGET}"
+        "--draft-vocab-size --init --pair-head --loss --labels --retention --max-length --batch-size --num-steps "
+        "--learning-rate --warmup-steps --seed --save-every --features --checkpoint-activations "
+        f"--no-checkpoint-activations --parallel {TARGET}"
     ),
     "export": f"--output --to {TARGET} {DRAFTER}",
     "deploy vllm": (

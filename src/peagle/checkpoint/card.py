@@ -20,6 +20,8 @@ CARD_NAME = "drafter_card.json"
 AUX_CONVENTION = "the residual stream entering each layer, before its norm"
 BASELINE = "baseline"
 """Key in `DrafterCard.acceptance` of the entry that the drift alarm compares with."""
+PAIR_HEAD = "pair_head"
+"""Key of entries that were measured with a pair head: its rank."""
 DECODED = "decoded"
 """`kind` of entries that were measured by decoding prompts, not by replaying training data."""
 
@@ -118,6 +120,17 @@ def trusted_acceptance(acceptance: Mapping[str, Any]) -> dict[str, Mapping[str, 
 def _is_decoded(name: str, entry: Mapping[str, Any]) -> bool:
     # Older cards have no `kind`, but entries measured by decoding named their number of draft tokens.
     return entry.get("kind", DECODED if "num_draft_tokens" in entry else None) == DECODED and "replay" not in name
+
+
+def pair_head_of(drafter: "Drafter") -> dict[str, Any]:
+    """What an entry of `acceptance` says about the pair head it was measured with: its rank, or nothing."""
+    return {} if drafter.pair_head is None else {PAIR_HEAD: drafter.pair_head.rank}
+
+
+def without_pair_head(card: DrafterCard) -> DrafterCard:
+    """The card without acceptance that was measured with a pair head."""
+    kept = {name: entry for name, entry in card.acceptance.items() if PAIR_HEAD not in entry}
+    return dataclasses.replace(card, acceptance=kept)
 
 
 def card_of(drafter: "Drafter", target: "HFTarget", provenance: dict[str, Any] | None = None) -> DrafterCard:

@@ -39,7 +39,7 @@ def write(
     drafter: Drafter, target: HFTarget, card: DrafterCard, directory: Path, *, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
     """Write the directory with all tables, without a pair head, read it back and compare; returns the directory."""
-    drafter = leave_pair_head(drafter)
+    drafter, card = leave_pair_head(drafter, card)
     config = served_config(drafter, target)
     if config.hidden_size != config.target_hidden_size:
         raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.checkpoint.card import DrafterCard
+from peagle.checkpoint.card import DrafterCard, without_pair_head
 from peagle.checkpoint.config_json import write_config
 from peagle.checkpoint.native import load_drafter, stored_tensors, write_directory
 from peagle.drafter.config import DrafterConfig
@@ -39,18 +39,19 @@ def write(
             f"{drafter.config.sliding_window}, some full attention; {MIXED_WINDOWS}",
             hint="serve it with peagle, or train one with the same attention in all layers",
         )
-    drafter = leave_pair_head(drafter)
+    drafter, card = leave_pair_head(drafter, card)
     config = served_config(drafter, target)
     write_directory(directory, stored_tensors(drafter, full=True), write_config(config, dtype), card, dtype)
     check_same(drafter, target, directory, dtype)
     return directory
 
 
-def leave_pair_head(drafter: Drafter) -> Drafter:
-    """The drafter as other engines know it."""
-    if drafter.pair_head is not None:
-        log.info("leaving out the pair head of rank %d, which only peagle reads", drafter.pair_head.rank)
-    return drafter.without_pair_head()
+def leave_pair_head(drafter: Drafter, card: DrafterCard) -> tuple[Drafter, DrafterCard]:
+    """The drafter as other engines know it, and its card without what was measured with the pair head."""
+    if drafter.pair_head is None:
+        return drafter, card
+    log.info("leaving out the pair head of rank %d, which only peagle reads", drafter.pair_head.rank)
+    return drafter.without_pair_head(), without_pair_head(card)
 
 
 def has_mixed_windows(config: DrafterConfig) -> bool:

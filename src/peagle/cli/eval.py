@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
             target, drafter, token_ids, params, depth, lambda done: progress.update(task, completed=done)
         )
     workload = MIXED_PROMPTS if arguments.prompts is None else workload_name(arguments.prompts)
-    measured = entry(found, workload, len(token_ids), params)
+    measured = entry(drafter, found, workload, len(token_ids), params)
     if arguments.record:
         record_baseline(drafter_directory(arguments.drafter.drafter, target), target, drafter, measured)
     document = measured | {

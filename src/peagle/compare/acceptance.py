@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, card_of
+from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, card_of, pair_head_of
 from peagle.compare.answers import answer_with_engine, decode_with_reference
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
@@ -50,9 +50,11 @@ def measure(
     return sum(found, Acceptance(0, (0,) * num_draft_tokens)), sum(map(len, answers))
 
 
-def entry(acceptance: Acceptance, prompts: str, num_prompts: int, params: SamplingParams) -> dict[str, Any]:
+def entry(
+    drafter: "Drafter", acceptance: Acceptance, prompts: str, num_prompts: int, params: SamplingParams
+) -> dict[str, Any]:
     """A card's entry for acceptance that was measured by decoding."""
-    return {
+    return pair_head_of(drafter) | {
         "kind": DECODED,
         "prompts": prompts,
         "num_prompts": num_prompts,
@@ -81,7 +83,7 @@ def baseline_after_training(target: "HFTarget", drafter: "Drafter", *, with_engi
         found, _ = measure(target, drafter, prompts, params, depth)
     else:
         _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
-    return {BASELINE: entry(found, MIXED_PROMPTS, len(prompts), params)}
+    return {BASELINE: entry(drafter, found, MIXED_PROMPTS, len(prompts), params)}
 
 
 def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any]) -> None:

@@ -27,9 +27,12 @@ A chain starts with the likeliest token of the first depth and continues with th
 True tensor([0.5000, 0.6000])
 True tensor([0.5000, 0.5333])
 
-Shapes: B requests (or any leading dimensions), K depths, W tokens per depth, U draft vocabulary, R rank. The first W
-of [B, K, W, W] is the token at the depth before.
+Shapes: B requests (or any leading dimensions), K depths, W tokens per depth, U draft vocabulary, R rank, D width.
+The first W of [B, K, W, W] is the token at the depth before.
 """
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +50,10 @@ class PairHead(nn.Module):
     @property
     def rank(self) -> int:
         return self.left.shape[1]
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Both tables [U, R], with gradients if they are trained."""
+        return self.left, self.right
 
     def conditionals(self, tokens_BKW: Tensor, logprob_BKW: Tensor) -> Tensor:
         """Log-probability of each token behind each token of the depth before, [B, K, W, W]; at depth 1 its own."""
@@ -71,3 +78,33 @@ class PairHead(nn.Module):
             logprobs.append(behind_BW.gather(-1, found_B1))
         place_BK1 = torch.cat(places, dim=-1)[..., None]
         return tokens_BKW.gather(-1, place_BK1)[..., 0], torch.cat(logprobs, dim=-1)
+
+
+class ProjectedPairHead(PairHead):
+    """A head in training: to rows of its own it adds a projection of the target's tables.
+
+    Tokens that are rare in the data so share what is learned about similar ones. `read_tables` gives the embeddings and
+    the head's rows of the draft vocabulary, [U, D] each, when they are first needed: a resumed run loads its weights
+    late. Rows are scaled to length one, so the target's scale does not matter.
+    """
+
+    def __init__(
+        self, left_UR: Tensor, right_UR: Tensor, width: int, read_tables: Callable[[], tuple[Tensor, Tensor]]
+    ) -> None:
+        super().__init__(left_UR, right_UR)
+        self.left_projection, self.right_projection = (
+            nn.Parameter(left_UR.new_zeros(width, left_UR.shape[1]), requires_grad=False) for _ in range(2)
+        )
+        # Plain tensors behind a function: the target's tables must not enter the state dict.
+        self._read_rows = cache(lambda: [(rows_UD, _inverse_length(rows_UD)) for rows_UD in read_tables()])
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        (left_UD, left_U1), (right_UD, right_U1) = self._read_rows()
+        left_UR = left_UD @ self.left_projection.to(left_UD.dtype)
+        right_UR = right_UD @ self.right_projection.to(right_UD.dtype)
+        return self.left + left_UR * left_U1, self.right + right_UR * right_U1
+
+
+def _inverse_length(rows_UD: Tensor) -> Tensor:
+    """One by the length of each row, [U, 1]; 0 for a row of zeros."""
+    return rows_UD.norm(dim=-1, keepdim=True, dtype=torch.float32).reciprocal().nan_to_num(posinf=0.0)

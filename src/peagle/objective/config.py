@@ -40,6 +40,8 @@ class DrafterSettings:
     """draft only the N most frequent tokens of the answers (default: full vocabulary)"""
     init: Literal["target", "random"] = "target"
     """initialize layers from the target's last layers, or randomly"""
+    pair_head: int | None = None
+    """train a pair head of this rank (64 to 256) for the --from drafter, whose weights do not change"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,8 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
     """gradient clipping"""
     log_every: int = 20
     """steps between lines of metrics.jsonl"""
+    pair_tables: Literal["projected", "free"] | None = None
+    """pair head: rows of its own for each token plus a projection of the target's tables (default), or rows only"""
     features_directory: Path | None = None
     """directory of cached features, shared by runs on the same data (default: OUTPUT/features)"""
     micro_batch_size: int | None = None
@@ -119,7 +123,7 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "num_layers", "num_draft_tokens", "batch_size", "num_steps", "save_every")
-        require_at_least(self, 1, "log_every", "micro_batch_size", "num_partitions")
+        require_at_least(self, 1, "log_every", "micro_batch_size", "num_partitions", "pair_head")
         require_at_least(self, 0, "num_held_out", "warmup_steps", "weight_decay")
         require_at_least(self, 2, "draft_vocab_size")
         if not 0 <= self.seed < 2**63:
@@ -138,6 +142,7 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
         if not 0 <= self.min_learning_rate_ratio <= 1:
             raise ConfigError(f"min_learning_rate_ratio must be between 0 and 1, got {self.min_learning_rate_ratio}")
         self._check_method()
+        self._check_pair_head()
         weights = self.depth_weights
         if weights is not None and (
             len(weights) != self.num_draft_tokens
@@ -168,3 +173,15 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
             raise ConfigError("num_partitions is for p-eagle: eagle3 runs one depth at a time", hint="omit it")
         if self.fc_norm and self.norm_before_fc:
             raise ConfigError("fc_norm and norm_before_fc exclude each other", hint="set fc_norm = false")
+
+    def _check_pair_head(self) -> None:
+        if self.pair_head is None:
+            if self.pair_tables is not None:
+                raise ConfigError("pair_tables requires pair_head", hint="pass --pair-head 128, or omit it")
+            return
+        if self.method != "p-eagle":
+            raise ConfigError("pair_head is for p-eagle: eagle3 reads the draft before each draft", hint="omit it")
+        if self.from_drafter is None:
+            raise ConfigError("pair_head requires a trained drafter", hint="pass --from DRAFTER")
+        if self.loss != "ce":
+            raise ConfigError(f"a pair head is trained with ce, got loss {self.loss}", hint="omit --loss")

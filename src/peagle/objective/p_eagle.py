@@ -64,11 +64,7 @@ class ParallelObjective:
         results = []
         for segment, labels in reversed(self._parts(batch, features)):
             with autocast():
-                states_BSD, key_values = self._run(batch.token_ids_BT, leaves, segment, context)
-                # Not compiled with the norm: the number of labels varies.
-                normed_BSD = self._norm(self.drafter.norm, states_BSD)
-                slot_N = labels.row_N * normed_BSD.shape[1] + labels.slot_N
-                states_ND = normed_BSD.flatten(0, 1).index_select(0, slot_N)
+                states_ND, key_values = self._label_states(batch, leaves, Part(segment, labels), context)
             gradient_ND, loss, sums = self.label_loss.accumulate(states_ND, labels, features, num_labels)
             results.append((loss, sums))
             outputs, gradients = [states_ND], [gradient_ND]
@@ -92,7 +88,7 @@ class ParallelObjective:
         return [Part(segment, reached(labels, departures_BT)) for segment, labels in batch.parts]
 
     @torch.no_grad()
-    def _read_text(self, batch: Batch, fused: tuple[Tensor, Tensor]) -> KeyValues:
+    def _read_text(self, batch: Batch, fused: tuple[Tensor, ...]) -> KeyValues:
         """Keys and values of the depth-0 slots of all columns, as leaves that accumulate gradients."""
         column_BT = torch.arange(batch.token_ids_BT.shape[1], device=self.device).expand_as(batch.token_ids_BT)
         # The last column has no next token; no slot reads its stand-in.
@@ -103,8 +99,18 @@ class ParallelObjective:
         _, key_values = self._run(batch.token_ids_BT, fused, Segment(slots, zeros_B, zeros_B), [])
         return [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in key_values]
 
+    def _label_states(
+        self, batch: Batch, fused: tuple[Tensor, ...], part: Part, context: KeyValues
+    ) -> tuple[Tensor, KeyValues]:
+        """The normed states of the labels of a segment, and the keys and values of its slots per layer."""
+        states_BSD, key_values = self._run(batch.token_ids_BT, fused, part.segment, context)
+        # Not compiled with the norm: the number of labels varies.
+        normed_BSD = self._norm(self.drafter.norm, states_BSD)
+        slot_N = part.labels.row_N * normed_BSD.shape[1] + part.labels.slot_N
+        return normed_BSD.flatten(0, 1).index_select(0, slot_N), key_values
+
     def _run(
-        self, token_ids_BT: Tensor, fused: tuple[Tensor, Tensor], segment: Segment, context: KeyValues
+        self, token_ids_BT: Tensor, fused: tuple[Tensor, ...], segment: Segment, context: KeyValues
     ) -> tuple[Tensor, KeyValues]:
         """States of the slots after the last layer, and their keys and values per layer."""
         num_context = context[0][0].shape[2] if context else 0

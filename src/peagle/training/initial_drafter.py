@@ -1,4 +1,7 @@
-"""The drafter a run starts from: a new one for the target, or an existing one (`--from`)."""
+"""The drafter a run starts from: a new one for the target, or an existing one (`--from`), perhaps with a new pair head.
+
+Shapes: V vocabulary, U draft vocabulary, R rank, D width.
+"""
 
 import dataclasses
 import hashlib
@@ -8,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peagle.checkpoint.card import TargetIdentity, read_card
@@ -18,12 +22,16 @@ from peagle.data.config import differences
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.create import check_copies, config_for_target, create_drafter
 from peagle.drafter.model import Drafter
+from peagle.drafter.pair_head import PairHead, ProjectedPairHead
 from peagle.drafter.vocab import choose_draft_vocab, vocab_coverage
 from peagle.errors import CheckpointError, ConfigError
 from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
 
 log = logging.getLogger(__name__)
+
+PAIR_STD = 0.02
+"""of a new pair head's tables: its scores start near zero"""
 
 
 def check_initial_drafter(target: HFTarget, config: TrainConfig) -> None:
@@ -57,17 +65,46 @@ def initial_drafter(
     if "from_facts" in saved:
         shape = from_mapping(DrafterConfig, saved["drafter_config"], "settings.json: drafter_config")
         target.tap(shape.aux_layer_ids)
-        return Drafter(shape, target.embedding_VD, target.head_VD).to(target.device)
+        drafter = Drafter(shape, target.embedding_VD, target.head_VD).to(target.device)
+        return drafter if config.pair_head is None else with_new_pair_head(drafter, config.pair_head, config)
     if config.from_drafter is not None:
-        drafter = _load_earlier(target, config.from_drafter, config)
+        drafter = _load_earlier(target, config.from_drafter, config).float()
         drafter.config = dataclasses.replace(drafter.config, num_draft_tokens=config.num_draft_tokens)
         drafter.card, drafter.repairs = None, ()  # they describe the drafter before this run
-        return drafter.float().requires_grad_(True)
+        if drafter.pair_head is not None:
+            log.info("the pair head of %s is not used: a pair head fits one drafter", config.from_drafter)
+            drafter.pair_head = None
+        if config.pair_head is not None:
+            return with_new_pair_head(drafter, config.pair_head, config)
+        return drafter.requires_grad_(True)
     drafter_config = _new_config(target, config)
     offsets_U = None
     if counts_V is not None and drafter_config.draft_vocab_size < drafter_config.vocab_size:
         offsets_U = choose_draft_vocab(counts_V, drafter_config.draft_vocab_size)
     return create_drafter(target, drafter_config, config.init, config.seed, offsets_U)
+
+
+def with_new_pair_head(drafter: Drafter, rank: int, config: TrainConfig) -> Drafter:
+    """The drafter, frozen, with an untrained pair head. A seed gives the same head on any device."""
+    size, device = drafter.config.draft_vocab_size, drafter.fc.weight.device
+    noise = torch.Generator().manual_seed(config.seed)
+    left_UR, right_UR = (torch.randn(size, rank, generator=noise).mul(PAIR_STD).to(device) for _ in range(2))
+    if config.pair_tables == "free":
+        head = PairHead(left_UR, right_UR)
+    else:
+        width = drafter.config.hidden_size
+        head = ProjectedPairHead(left_UR, right_UR, width, lambda: _draft_tables(drafter))
+    drafter.requires_grad_(False)
+    drafter.pair_head = head.requires_grad_(True)
+    return drafter
+
+
+def _draft_tables(drafter: Drafter) -> tuple[Tensor, Tensor]:
+    """Embeddings and head of the draft vocabulary, [U, D] each."""
+    table_VD, size = drafter.embedding_VD.detach(), drafter.config.draft_vocab_size
+    if size < len(table_VD):
+        table_VD = table_VD[drafter.to_target_ids(torch.arange(size, device=table_VD.device))]
+    return table_VD, drafter.head_VD.detach()
 
 
 def draft_vocab_facts(drafter: Drafter, counts_V: Tensor) -> dict[str, Any]:
@@ -124,6 +161,8 @@ def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Dra
     names += ["norm_output"] if config.method == "eagle3" else []
     # Unset settings take the drafter's.
     names += [name for name in ("mask_token_id", "aux_layer_ids") if getattr(config, name) is not None]
+    if config.pair_head is not None and drafter.config.num_draft_tokens is not None:
+        names.append("num_draft_tokens")  # it is not trained any further
     wanted = {name: getattr(config, name) for name in names}
     wanted["draft_vocab_size"] = config.draft_vocab_size or target.vocab_size
     if differing := differences({name: getattr(drafter.config, name) for name in wanted}, wanted):

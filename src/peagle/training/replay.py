@@ -7,7 +7,9 @@ serving would measure.
 EAGLE-3 reads back its own drafts. Up to the first wrong draft they equal the answer's tokens, and later ones do not
 count, so feeding it the answer's tokens gives the same result.
 
-Shapes: B rows, T tokens, K draft tokens.
+With a pair head, drafts are the chain that it chooses from the likeliest tokens of each depth.
+
+Shapes: B rows, T tokens, K draft tokens, W likeliest tokens (one without a pair head), A anchors, U draft vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,19 +65,34 @@ def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, d
     slots run first and stay cached. Deeper slots run for a few anchors at a time: all at once would need memory
     quadratic in T x K.
     """
-    drafts_BTK = torch.full((*depths_BT.shape, int(depths_BT.max())), -1, dtype=torch.long)
+    num_depths, width = int(depths_BT.max()), 1 if drafter.pair_head is None else drafter.num_candidates
+    tokens_BTKW = torch.zeros(*depths_BT.shape, num_depths, width, dtype=torch.long)
+    found = (tokens_BTKW, torch.zeros_like(tokens_BTKW, dtype=torch.float32))
     aux_hidden_BTA = target.aux_hidden(token_ids_BT)
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
         fused_BTD = drafter.fuse(aux_hidden_BTA)
         context = training_slots(torch.ones_like(depths_BT)).to(target.device)
         inputs = (token_ids_BT[:, 1:-1], fused_BTD[:, :-2])
         output = drafter(*inputs, context.position_BS, visible(context, context))
-        _fill_in(drafts_BTK, drafter, context, output.normed_BSD, depths_BT)
+        _fill_in(found, drafter, context, output.normed_BSD, depths_BT)
         deeper = _deeper_in_parallel if drafter.config.parallel else _deeper_one_by_one
         for anchors in torch.arange(depths_BT.shape[1]).split(ANCHORS_AT_ONCE):
             for slots, states_BSD in deeper(drafter, token_ids_BT, depths_BT, anchors, context, output):
-                _fill_in(drafts_BTK, drafter, slots, states_BSD, depths_BT)
-    return drafts_BTK
+                _fill_in(found, drafter, slots, states_BSD, depths_BT)
+    drafts_BTK = _chains(drafter, *found)
+    return drafts_BTK.masked_fill(torch.arange(num_depths) >= depths_BT[..., None], -1)
+
+
+def _chains(drafter: Drafter, tokens_BTKW: Tensor, logprob_BTKW: Tensor) -> Tensor:
+    """The draft tokens (target ids) [B, T, K] among the likeliest tokens of each depth."""
+    device, head = drafter.fc.weight.device, drafter.pair_head
+    if head is None:
+        return drafter.to_target_ids(tokens_BTKW[..., 0].to(device)).cpu()
+    parts = zip(
+        *(table.flatten(0, 1).to(device).split(ANCHORS_AT_ONCE) for table in (tokens_BTKW, logprob_BTKW)), strict=True
+    )
+    drafts = [drafter.to_target_ids(head.chain(*part)[0]).cpu() for part in parts]
+    return torch.cat(drafts).view(tokens_BTKW.shape[:-1])
 
 
 def _deeper_in_parallel(
@@ -117,14 +134,20 @@ def _placeholders(depths_BT: Tensor, anchors: Tensor) -> Slots:
     return Slots(deeper.anchor_BS + anchors[0], deeper.depth_BS)
 
 
-def _fill_in(drafts_BTK: Tensor, drafter: Drafter, slots: Slots, states_BSD: Tensor, depths_BT: Tensor) -> None:
-    """Write the argmax token of each requested slot to `drafts_BTK`."""
+def _fill_in(
+    found: tuple[Tensor, Tensor], drafter: Drafter, slots: Slots, states_BSD: Tensor, depths_BT: Tensor
+) -> None:
+    """Write the likeliest tokens (draft ids) of each requested slot to `found`; a pair head also needs their scores."""
     anchor_BS, depth_BS = slots.anchor_BS.cpu(), slots.depth_BS.cpu()
     is_drafted_BS = (depth_BS >= 0) & (depth_BS < depths_BT.gather(1, anchor_BS))
     for row, slot in zip(*(part.split(LABEL_CHUNK) for part in is_drafted_BS.nonzero(as_tuple=True)), strict=True):
         states_ND = states_BSD[row.to(states_BSD.device), slot.to(states_BSD.device)]
-        guess_N = drafter.to_target_ids(drafter.logits(states_ND).argmax(-1))
-        drafts_BTK[row, anchor_BS[row, slot], depth_BS[row, slot]] = guess_N.cpu()
+        logits_NU, place = drafter.logits(states_ND), (row, anchor_BS[row, slot], depth_BS[row, slot])
+        if drafter.pair_head is None:
+            found[0][place] = logits_NU.argmax(-1, keepdim=True).cpu()
+        else:
+            for table, values_NW in zip(found, drafter.candidates(logits_NU), strict=True):
+                table[place] = values_NW.cpu()
 
 
 def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Conversation]]:

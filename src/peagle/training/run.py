@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.checkpoint.card import DrafterCard, TargetIdentity
+from peagle.checkpoint.card import DrafterCard, TargetIdentity, pair_head_of
 from peagle.checkpoint.layouts import WEIGHTS_NAME
 from peagle.checkpoint.native import load_drafter, save_drafter
 from peagle.compare.acceptance import baseline_after_training
@@ -19,10 +19,12 @@ from peagle.data.conversations import Conversation
 from peagle.data.generation import check_max_length
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter
+from peagle.drafter.pair_head import PairHead
 from peagle.errors import CheckpointError, ConfigError
 from peagle.objective.config import TrainConfig
 from peagle.objective.eagle3 import UnrolledObjective
 from peagle.objective.p_eagle import ParallelObjective
+from peagle.objective.pairs import PairObjective
 from peagle.provenance import provenance
 from peagle.targets.hf import HFTarget
 from peagle.training.curves import PLOT_NAME, plot, shown_on_tensorboard
@@ -43,7 +45,10 @@ Facts = dict[str, Any]
 OBJECTIVES: dict[str, type[ParallelObjective | UnrolledObjective]] = {
     "p-eagle": ParallelObjective,
     "eagle3": UnrolledObjective,
+    "pair head": PairObjective,
 }
+HELD_OUT, HELD_OUT_WITHOUT_PAIRS = "held_out_replay", "held_out_replay_without_pair_head"
+"""Keys of replayed entries in a card's `acceptance`."""
 NUM_CHECKED = 8
 """Conversations used to check the written directory if none are held out."""
 
@@ -75,7 +80,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     features_of = features_for(target, config, text.conversations, world)
     if world.shards_layers(config):
         shard(drafter, target)
-    objective = OBJECTIVES[config.method](drafter, config)
+    objective = OBJECTIVES["pair head" if config.pair_head else config.method](drafter, config)
     trainer = Trainer(drafter, objective, features_of, config, run)
     if counts_V is not None:
         text.facts.update(draft_vocab_facts(drafter, counts_V))
@@ -83,18 +88,25 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
 
     def on_save(step: int) -> dict[str, Any]:
         served = _as_served(target, drafter)
-        measured = replay(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
-        card = _card(target, served, config, text, earlier, measured, step)
+        replayed = {}
+        if text.held_out:
+            replayed[HELD_OUT] = _record(served, replay(target, served, text.held_out, config.num_draft_tokens))
+        card = _card(target, served, config, text, earlier, replayed, step)
         if world.is_main:
             save_drafter(served, run.drafter, card, full=False)
-        return {} if measured is None else {"replay": _record(measured)}
+        return {"replay": replayed[HELD_OUT]} if replayed else {}
 
     with shown_on_tensorboard(run, trainer.step):
         trainer.train(text.conversations, on_step, on_save)
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = replay(target, served, checked, config.num_draft_tokens)
-    card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
+    replayed = {HELD_OUT: _record(served, measured)} if text.held_out else {}
+    if text.held_out and served.pair_head is not None:
+        plain = served.without_pair_head()
+        found = replay(target, plain, checked, config.num_draft_tokens)
+        replayed[HELD_OUT_WITHOUT_PAIRS] = _record(plain, found)
+    card = _card(target, served, config, text, earlier, replayed, config.num_steps)
     # In all processes, because the target may be sharded.
     with_engine = world.size == 1 and target.device.type == "cpu"
     acceptance = card.acceptance | baseline_after_training(target, served, with_engine=with_engine)
@@ -147,7 +159,9 @@ def _log_start(text: RunText, config: TrainConfig, world: World, step: int) -> N
 def _as_served(target: HFTarget, drafter: Drafter) -> Drafter:
     """The drafter as a server loads it: weights rounded to the saved precision, then in the target's dtype."""
     served = Drafter(drafter.config, target.embedding_VD, target.head_VD).to(target.device)
-    served.load_state_dict(whole_state(drafter.state_dict()))
+    served.load_state_dict(whole_state(drafter.without_pair_head().state_dict()))
+    if drafter.pair_head is not None:
+        served.pair_head = PairHead(*(table_UR.detach() for table_UR in drafter.pair_head.tables()))
     return served.to(torch.bfloat16).to(target.dtype).eval().requires_grad_(False)
 
 
@@ -171,7 +185,7 @@ def _card(
     config: TrainConfig,
     text: RunText,
     earlier: Facts | None,
-    measured: Acceptance | None,
+    replayed: dict[str, Any],
     step: int,
 ) -> DrafterCard:
     """The drafter card, without the evidence, which takes longer."""
@@ -191,14 +205,14 @@ def _card(
         max_length=config.max_length,
         aux_layer_ids=drafter.config.aux_layer_ids,
         data=text.facts,
-        acceptance={} if measured is None else {"held_out_replay": _record(measured)},
+        acceptance=replayed,
         training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
     )
 
 
-def _record(result: Acceptance) -> dict[str, Any]:
-    return {
+def _record(drafter: Drafter, result: Acceptance) -> dict[str, Any]:
+    return pair_head_of(drafter) | {
         "num_draft_tokens": len(result.accepted_per_position),
         "acceptance_length": round(result.acceptance_length, 4),
         "per_position": [round(share, 4) for share in result.per_position],

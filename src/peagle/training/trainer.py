@@ -41,6 +41,7 @@ class Trainer:
         self.config, self.run, self.world = config, run, run.world
         self._batches: Batches | None = None
         self.device = next(drafter.parameters()).device
+        self.trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(drafter, config)
         self.progress = Progress(0, torch.zeros(3, config.num_draft_tokens, device=self.device))
         run.restore(drafter, self.optimizer, self.progress)
@@ -96,8 +97,8 @@ class Trainer:
         """One optimizer step on a batch, whole or in micro-batches."""
         self.optimizer.zero_grad(set_to_none=True)
         loss, sums = self.accumulate_gradients(*micro_batches)
-        self.world.reduce_gradients(self.drafter.parameters(), loss, sums)
-        norm = self.world.clip_gradients(self.drafter.parameters(), self.config.max_gradient_norm)
+        self.world.reduce_gradients(self.trained, loss, sums)
+        norm = self.world.clip_gradients(self.trained, self.config.max_gradient_norm)
         is_bad = ~(loss.isfinite() & norm.isfinite()) & (self._first_bad == NO_STEP)
         self._first_bad = torch.where(is_bad, self.step, self._first_bad)
         for group in self.optimizer.param_groups:
