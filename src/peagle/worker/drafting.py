@@ -220,7 +220,8 @@ class Drafting:
 
     def _choose_pairs(self, pair_head: PairHead, logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest tokens of each depth and the log-probabilities of pairs, or the one token of a chain."""
-        tokens_BKW, logprob_BKW = self.drafter.candidates(logits_BKV)
+        found, shape = self.drafter.candidates(logits_BKV.flatten(0, 1)), (*logits_BKV.shape[:2], -1)
+        tokens_BKW, logprob_BKW = (each.view(shape) for each in found)
         if self.state.is_tree:
             return self.drafter.to_target_ids(tokens_BKW), pair_head.conditionals(tokens_BKW, logprob_BKW)
         tokens_BK, logprob_BK = pair_head.chain(tokens_BKW, logprob_BKW)
