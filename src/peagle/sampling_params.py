@@ -1,6 +1,7 @@
 """Sampling parameters of a request."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -93,6 +94,9 @@ class SamplingParams:
     """The same for each prompt token but the first; disables prefix caching. None for none."""
     num_draft_tokens: int | None = None
     """Draft tokens per step, at most the engine's; 0 decodes without drafts, None uses the engine's."""
+    tolerance: float = 1.0
+    """Below 1 the answer is NOT lossless: a draft is also kept if the target gives it at least this fraction of the
+    probability of its most likely token."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, allowed: str) -> None:
@@ -128,10 +132,19 @@ class SamplingParams:
             value = getattr(self, name)
             require(value is None or 0 <= value <= 20, name, "between 0 and 20, or None")
         require(self.num_draft_tokens is None or self.num_draft_tokens >= 0, "num_draft_tokens", "0 or more, or None")
+        require(0 < self.tolerance <= 1, "tolerance", "above 0 and at most 1 (exact)")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def tolerated_gap(self) -> float | None:
+        """How far the logit of a tolerated draft may lie below the highest one; None: no draft is tolerated.
+
+        Probabilities are those at the temperature; a greedy request has the target's own, at temperature 1.
+        """
+        return None if self.tolerance == 1 else -math.log(self.tolerance) * (self.temperature or 1.0)
 
     @property
     def adjusts_logits(self) -> bool:

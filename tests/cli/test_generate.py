@@ -228,3 +228,14 @@ def test_text_that_is_no_terminals_is_passed_on_as_it_is(generate, models):
 def test_without_a_drafter_none_is_loaded(generate, monkeypatch):
     monkeypatch.setattr(DrafterConfig, "__post_init__", lambda self: pytest.fail("a drafter was loaded"))
     assert generate("--num-draft-tokens", 0).out
+
+
+def test_a_tolerant_answer_says_that_it_is_not_lossless(generate):
+    result, document = generate("--tolerance", 0.01), generate("--tolerance", 0.01, "--json").json
+    (answer,) = document["answers"]
+    assert not answer["is_lossless"] and answer["num_tolerated_tokens"] > 0
+    said = f"tolerance 0.01: not lossless, {answer['num_tolerated_tokens']} of {LENGTH} tokens are drafts"
+    assert said in " ".join(result.err.split())
+    assert said in " ".join(generate("--tolerance", 0.01, "--compare").err.split())
+    exact = generate("--json")
+    assert exact.json["answers"][0]["is_lossless"] and "not lossless" not in generate().err

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from peagle.compare import lossless
-from peagle.decoding.verify import Verification, verify_greedy
+from peagle.decoding.verify import Verification, keep_matches
 
 QUICK = "--max-tokens 12 --num-seeds 1 --num-samples 80 --temperature 0.2"
 
@@ -46,11 +46,11 @@ def test_without_json_the_report_is_shown_and_its_document_can_be_kept(peagle, q
 
 @pytest.mark.slow
 def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monkeypatch):
-    def keep_one_too_many(logits_BLV, drafts_BK, num_draft_B):
-        result = verify_greedy(logits_BLV, drafts_BK, num_draft_B)
+    def keep_one_too_many(wanted_BL, drafts_BK, num_draft_B):
+        result = keep_matches(wanted_BL, drafts_BK, num_draft_B)
         return Verification((result.num_accepted_B + 1).minimum(num_draft_B), result.next_token_B)
 
-    monkeypatch.setattr("peagle.decoding.reference.verify_greedy", keep_one_too_many)
+    monkeypatch.setattr("peagle.decoding.reference.keep_matches", keep_one_too_many)
     result = peagle(*quick, "--json")
     assert result.status == 1 and result.json["lossless"] is False
     first = result.json["comparisons"][0]
@@ -89,6 +89,7 @@ def lossless_params(params):
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--num-draft-tokens", "9"], "between 1 and 4, the depth it was trained for, got 9"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--tolerance", "0.9"], "answers with a tolerance are not lossless"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(peagle, on_models, argv, message):

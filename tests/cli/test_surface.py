@@ -10,7 +10,7 @@ TARGET = "--target --dtype --device"
 DRAFTER = "--drafter --allow-mismatch --no-allow-mismatch"
 SAMPLING = (
     "--max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --seed --n --stop "
-    "--ignore-eos --no-ignore-eos --logprobs --num-draft-tokens"
+    "--ignore-eos --no-ignore-eos --logprobs --num-draft-tokens --tolerance"
 )
 ENGINE = (
     "--max-batch --max-length --max-waiting --memory-share --prefill-tokens --reuse-prefixes --no-reuse-prefixes "

@@ -9,12 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.tiny_vocabulary import K, L, V, as_lists, random_probs
-from peagle.decoding.verify import Verification, keep_path, verify_deterministic, verify_greedy
+from harness.tiny_vocabulary import K, L, V, as_lists, random_probs, verify_sampled
+from peagle.decoding.draft_tree import DraftTree
+from peagle.decoding.verify import Verification, keep_matches, keep_path, tolerate
 
 
 def tensor(values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def verify_greedy(logits_BLV: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
+    return keep_matches(logits_BLV.argmax(-1), draft_tokens_BK, num_draft_B)
 
 
 # --- every verifier at the edges. The target is certain: it wants 1, 2, 3 and then 4.
@@ -30,7 +35,7 @@ def call(name: str, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verificatio
     seed_B, position_B = torch.arange(batch_size), torch.full((batch_size,), 10)
     if name == "greedy":
         return verify_greedy(probs_BLV * 7, draft_tokens_BK, num_draft_B)
-    return verify_deterministic(probs_BLV, draft_tokens_BK, num_draft_B, seed_B, position_B)
+    return verify_sampled(probs_BLV, draft_tokens_BK, num_draft_B, seed_B, position_B)
 
 
 every_verifier = pytest.mark.parametrize("name", ["greedy", "deterministic"])
@@ -117,10 +122,36 @@ def test_the_kept_path_of_a_tree_is_the_one_that_a_walk_finds(data: st.DataObjec
     assert found.node_BD.tolist() == [path + [0] * (num_depths + 1 - len(path))]
 
 
+def tolerate_one_tree(
+    wanted: list[int], logits_LV: list[list[float]], tree: DraftTree, num: int, gap: float
+) -> list[int]:
+    arguments = (tensor([wanted]), torch.tensor([logits_LV]), tensor([[0, *tree.token_ids]]), tensor([tree.parents]))
+    return tolerate(*arguments, tensor([num]), torch.tensor([gap]))[0].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), num_nodes=st.integers(0, 8), gap=st.sampled_from([-1.0, 0.0, 0.3, 1.0]))
+def test_tolerated_drafts_are_those_that_a_walk_finds(data: st.DataObject, num_nodes: int, gap: float) -> None:
+    tree = DraftTree()
+    for node in range(1, num_nodes + 1):
+        parent = data.draw(st.integers(0, node - 1))
+        tree.add(parent, len(tree.children(parent)) % V)
+    logit = st.sampled_from([0.0, 0.25, 0.5, 1.0, float("-inf")])
+    logits_LV = [data.draw(st.lists(logit, min_size=V, max_size=V)) for _ in range(num_nodes + 1)]
+    wanted = data.draw(st.lists(st.integers(0, V - 1), min_size=num_nodes + 1, max_size=num_nodes + 1))
+    num_verified = data.draw(st.integers(0, num_nodes))
+    expected = []
+    for node, (own, logits) in enumerate(zip(wanted, logits_LV, strict=True)):
+        drafts = tree.tokens([child for child in tree.children(node) if child <= num_verified])
+        near = [token for token in drafts if max(logits) - logits[token] <= gap and logits[token] > float("-inf")]
+        expected.append(own if own in drafts or not near else max(near, key=lambda token: logits[token]))
+    assert tolerate_one_tree(wanted, logits_LV, tree, num_verified, gap) == expected
+
+
 def test_garbage_probabilities_in_padding_do_not_leak() -> None:
     target_BLV = torch.tensor([[[0.0, 0.0, 1.0], [float("nan")] * 3, [float("nan")] * 3]])
     arguments = (tensor([[99, -7]]), tensor([0]), tensor([1]), tensor([4]))
-    assert as_lists(verify_deterministic(target_BLV, *arguments)) == ([0], [2])
+    assert as_lists(verify_sampled(target_BLV, *arguments)) == ([0], [2])
 
 
 # --- in a batch, and where it runs
@@ -135,9 +166,9 @@ def random_step(batch_size: int) -> tuple[Tensor, ...]:
 
 def test_a_request_is_verified_the_same_alone_and_in_a_batch() -> None:
     arguments = random_step(40)
-    together = verify_deterministic(*arguments)
+    together = verify_sampled(*arguments)
     for row in range(40):
-        alone = verify_deterministic(*(part[row : row + 1] for part in arguments))
+        alone = verify_sampled(*(part[row : row + 1] for part in arguments))
         assert as_lists(alone) == ([together[0][row].item()], [together[1][row].item()])
 
 
@@ -149,7 +180,7 @@ def test_verification_never_looks_at_a_value_on_the_host(num_columns: int) -> No
     keys = [torch.empty(2, dtype=torch.int64, device="meta") for _ in range(3)]
     for result in (
         verify_greedy(target_BLV, drafted_BK, keys[0]),
-        verify_deterministic(target_BLV, drafted_BK, *keys),
+        verify_sampled(target_BLV, drafted_BK, *keys),
     ):
         assert all(part.shape == (2,) and part.is_meta for part in result)
 
@@ -157,7 +188,7 @@ def test_verification_never_looks_at_a_value_on_the_host(num_columns: int) -> No
 @pytest.mark.gpu
 def test_verification_is_captured_in_a_cuda_graph_and_equals_the_cpu() -> None:
     def both(*arguments: Tensor) -> list[Verification]:
-        return [verify_greedy(*arguments[:3]), verify_deterministic(*arguments)]
+        return [verify_greedy(*arguments[:3]), verify_sampled(*arguments)]
 
     on_cpu = random_step(1000)
     on_gpu = [part.cuda() for part in on_cpu]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.tiny_vocabulary import K, L, V, as_lists, random_probs
-from peagle.decoding.verify import Verification, verify_deterministic
+from harness.tiny_vocabulary import K, L, V, as_lists, random_probs, verify_sampled
+from peagle.decoding.verify import Verification
 from peagle.kernels.choose import draw
 from peagle.kernels.random_numbers import STREAM_DRAW, uniform
 
@@ -115,7 +115,7 @@ def text_excess(verifier: Verifier, draft: str) -> float:
 # Drafts that were sampled are verified exactly as well: they are only accepted less often than they could be.
 @pytest.mark.parametrize("draft", ["most likely", "sampled"])
 def test_texts_decoded_with_drafts_follow_the_target_exactly(draft: str) -> None:
-    assert text_excess(verify_deterministic, draft) < LIMIT
+    assert text_excess(verify_sampled, draft) < LIMIT
 
 
 def acceptance_tail() -> list[float]:
@@ -126,7 +126,7 @@ def acceptance_tail() -> list[float]:
 
 
 def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution() -> None:
-    _, num_accepted_B = decode_texts(verify_deterministic, "most likely")
+    _, num_accepted_B = decode_texts(verify_sampled, "most likely")
     tail = torch.tensor([1.0, *acceptance_tail(), 0.0], dtype=torch.float64)
     assert excess(torch.bincount(num_accepted_B, minlength=L).double(), tail[:-1] - tail[1:]) < LIMIT
 
@@ -136,7 +136,7 @@ def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution() ->
 
 def without_subtraction(target_BLV: Tensor, *rest: Tensor) -> Verification:
     """Recovers from the whole target distribution, as if the rejected token had not had its chance."""
-    num_accepted_B, next_token_B = verify_deterministic(target_BLV, *rest)
+    num_accepted_B, next_token_B = verify_sampled(target_BLV, *rest)
     _, num_draft_B, seed_B, position_B = rest
     row_BV = target_BLV[torch.arange(len(seed_B)), num_accepted_B]
     again_B = draw(row_BV, uniform(seed_B, position_B + num_accepted_B + 999, STREAM_DRAW))
@@ -149,7 +149,7 @@ def accept_everything(target_BLV: Tensor, *rest: Tensor) -> Verification:
 
 
 def judge_by_the_next_row(target_BLV: Tensor, *rest: Tensor) -> Verification:
-    return verify_deterministic(target_BLV.roll(-1, dims=1), *rest)
+    return verify_sampled(target_BLV.roll(-1, dims=1), *rest)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_seeded_text_is_the_plain_one_for_any_drafts_and_any_k(
     num_draft_B = torch.randint(0, num_columns + 1, (64,), generator=generator)
     target_BLV = along(TARGET_TABLES[: num_columns + 1], drafted_BK)
     position_B = torch.full_like(seed_B, POSITION)
-    result = verify_deterministic(target_BLV, drafted_BK, num_draft_B, seed_B, position_B)
+    result = verify_sampled(target_BLV, drafted_BK, num_draft_B, seed_B, position_B)
     for row, (num_accepted, next_token) in enumerate(zip(*as_lists(result), strict=True)):
         emitted = [*drafted_BK[row, :num_accepted].tolist(), next_token]
         assert emitted == plain_BL[row, : num_accepted + 1].tolist()
@@ -201,6 +201,6 @@ def test_a_bonus_token_is_the_plain_draw_of_its_position(num_columns: int) -> No
     target_BLV = along(TARGET_TABLES[: num_columns + 1], drafted_BK)
     for num_draft in range(num_columns + 1):
         arguments = (drafted_BK, torch.full_like(seed_B, num_draft), seed_B, torch.full_like(seed_B, POSITION))
-        num_accepted_B, bonus_B = verify_deterministic(target_BLV, *arguments)
+        num_accepted_B, bonus_B = verify_sampled(target_BLV, *arguments)
         assert num_accepted_B.unique().tolist() == [num_draft]
         assert torch.equal(bonus_B, plain_BL[:, num_draft])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from peagle.sampling_params import SamplingParams
 from peagle.server.jobs import Job
 from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, Baseline, ServerMetrics, baseline_of, deep_acceptance
 
@@ -96,14 +97,14 @@ def test_times_begin_when_the_request_is_there_and_not_when_it_is_tokenized(serv
 
 def job_with(histogram, num_left_out=0):
     """With so many drafts by the number of their tokens that were accepted, of which some were not verified whole."""
-    job = Job(None, "x", [[1]], _Params(), len(histogram) - 1)
+    job = Job(None, "x", [[1]], SamplingParams(max_tokens=10), len(histogram) - 1)
     job.num_steps, job.histogram, job.finished_at = sum(histogram), histogram, job.started + 1
     job.num_drafted = (len(histogram) - 1) * sum(histogram) - num_left_out
     return job
 
 
 def test_time_per_token_is_that_of_each_answer_however_many_there_are():
-    job = Job(None, "x", [[1], [1]], _Params(), 0)
+    job = Job(None, "x", [[1], [1]], SamplingParams(max_tokens=10), 0)
     for choice, seconds in zip(job.choices, (2.0, 8.0), strict=True):
         choice.token_ids, choice.first_at, choice.last_at = [5] * 5, job.started + 1, job.started + 1 + seconds
     job.finished_at = job.started + 9
@@ -115,10 +116,6 @@ def test_time_per_token_is_that_of_each_answer_however_many_there_are():
     for histogram in (metrics.tpot, metrics.full_load):
         values = {sample.name: sample.value for sample in histogram._child_samples() if not sample.labels}
         assert values["_count"] == 2 and values["_sum"] == pytest.approx(0.5 + 2.0)
-
-
-class _Params:
-    n, max_tokens, num_draft_tokens = 1, 10, None
 
 
 def test_drift_is_told_when_acceptance_falls_below_the_card():

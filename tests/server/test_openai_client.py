@@ -199,6 +199,24 @@ def test_speculation_can_be_turned_off_for_one_request(served, direct):
     assert fewer.usage.metrics["speculative_decoding"]["acceptance_histogram"][3:] == [0, 0]
 
 
+def test_tolerance_is_an_opt_in_that_every_report_marks(served):
+    def ask(**speculation):
+        extra = {"speculation": {"details": True, **speculation}}
+        answer = served.client().chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=30, temperature=0, extra_body=extra
+        )
+        kinds = [token["kind"] for token in answer.choices[0].speculation["tokens"]]
+        return answer.usage.metrics["speculative_decoding"], kinds.count("tolerated")
+
+    exact, num_tolerated = ask()
+    assert exact["is_lossless"] and exact["num_tolerated_tokens"] == num_tolerated == 0
+    tolerant, num_tolerated = ask(tolerance=0.01)
+    assert not tolerant["is_lossless"] and tolerant["num_tolerated_tokens"] == num_tolerated > 0
+    assert tolerant["mean_acceptance_length"] > exact["mean_acceptance_length"]
+    with pytest.raises(openai.BadRequestError, match="tolerance' must be above 0 and at most 1"):
+        ask(tolerance=0)
+
+
 def test_more_draft_tokens_than_the_engine_has_are_refused(served):
     with pytest.raises(openai.BadRequestError) as caught:
         served.client().chat.completions.create(

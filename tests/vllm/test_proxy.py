@@ -128,6 +128,7 @@ def test_speculation_that_asks_for_what_the_engine_does_is_honoured(proxy, specu
     [
         ({"enabled": False}, "speculation.enabled", "drafts for all requests or for none"),
         ({"num_draft_tokens": 3}, "speculation.num_draft_tokens", "drafts 5 tokens for all requests"),
+        ({"tolerance": 0.9}, "speculation.tolerance", "accepts drafts exactly"),
         ({"details": True}, "speculation.details", "does not report how each token was produced"),
         ({"depth": 3}, "depth", "unknown field"),
     ],

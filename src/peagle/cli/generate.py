@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from peagle.engine.outputs import Completion, Update
     from peagle.targets.hf import HFTarget
 
-STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta"}
+STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta", "tolerated": "red"}
 WARMUP_TOKENS = 16
 """Length of the warm-up answer before anything is timed."""
 
@@ -63,6 +63,8 @@ class SamplingArguments:
     """with --json: report log-probabilities, and those of this many most likely tokens"""
     num_draft_tokens: int | None = None
     """draft tokens per step; 0: plain decoding; default: what pays on this machine"""
+    tolerance: float = 1.0
+    """below 1, NOT lossless: also keep drafts with at least this fraction of the best token's probability"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Run:
     """from request to the end of the first step (prefill)"""
     num_first_tokens: int
     """tokens of the first step"""
+    num_tolerated_tokens: int
+    """tokens that are not the target's own choice"""
 
     @property
     def num_tokens(self) -> int:
@@ -125,10 +129,13 @@ def main(argv: list[str]) -> int:
     divergence = next(filter(None, divergences), None) if arguments.compare else None
     if arguments.json:
         print(json.dumps(report(runs, divergence)))
-    elif arguments.compare:
+        return 0
+    if arguments.compare:
         Console().print(comparison(*runs))
-        if divergence is not None:
-            Console().print(divergence.explain(str(target.dtype).removeprefix("torch.")), soft_wrap=True)
+    if params.tolerance < 1:
+        Console(stderr=True).print(not_lossless(runs[-1], params.tolerance))
+    elif divergence is not None:
+        Console().print(divergence.explain(str(target.dtype).removeprefix("torch.")), soft_wrap=True)
     return 0
 
 
@@ -222,8 +229,9 @@ def answer(
         for update in updates[num_seen:]:
             show(update)
         num_seen = len(updates)
-    acceptance_length = finished.metrics.acceptance.acceptance_length
-    return Run(method, finished.outputs, acceptance_length, seconds, first, num_first_tokens)
+    metrics = finished.metrics
+    length, num_tolerated = metrics.acceptance.acceptance_length, metrics.num_tolerated_tokens
+    return Run(method, finished.outputs, length, seconds, first, num_first_tokens, num_tolerated)
 
 
 def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
@@ -273,6 +281,13 @@ class Display:
             sys.stdout.flush()
 
 
+def not_lossless(run: Run, tolerance: float) -> str:
+    return (
+        f"tolerance {tolerance:g}: not lossless, {run.num_tolerated_tokens} of {run.num_tokens} tokens are drafts that "
+        "the target did not choose"
+    )
+
+
 def comparison(plain: Run, drafted: Run) -> Table:
     ids = [[each.token_ids for each in run.answers] for run in (plain, drafted)]
     colors = ", ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items())
@@ -317,6 +332,8 @@ def entry(run: Run, answer: "Completion") -> dict[str, Any]:
         "seconds": run.seconds,
         "time_to_first_token": run.time_to_first_token,
         "tokens_per_second": rounded(run.tokens_per_second, 2),
+        "num_tolerated_tokens": run.num_tolerated_tokens,
+        "is_lossless": run.num_tolerated_tokens == 0,
     }
     if answer.logprobs is not None:
         result["logprobs"] = [

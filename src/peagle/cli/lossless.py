@@ -56,6 +56,8 @@ class Arguments(ModelArguments):
 
 
 def main(argv: list[str]) -> int:
+    if any(argument.startswith("--tolerance") for argument in argv):
+        raise ConfigError("answers with a tolerance are not lossless", hint="omit --tolerance")
     arguments = parse(Arguments, "lossless", argv)
     target_arguments = with_positional(arguments.target, "target", arguments.name)
     output = arguments.output and arguments.output.expanduser()

@@ -7,7 +7,8 @@ Every faster path is compared with this one, and this one with `transformers.gen
               from the likeliest on, as long as the token that the target wants next is in the tree
     commit    appends the accepted drafts and one more token; both KV caches are cropped to the text
 
-so every emitted token is the target's own choice, whatever the drafter proposes.
+so every emitted token is the target's own choice, whatever the drafter proposes. With a `tolerance` below 1 it may also
+be a draft that the target finds hardly less likely; the kind of such a token is "tolerated".
 
 Shapes: K draft tokens of a branch, L = K + 1, V vocabulary, A concatenated aux width.
 """
@@ -23,7 +24,7 @@ from peagle.decoding.adjusting import adjusted_logits, check_token_ids
 from peagle.decoding.draft_tree import DraftTree, best_first, check_tree
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.stopping import FinishReason, StopCheck
-from peagle.decoding.verify import verify_deterministic, verify_greedy
+from peagle.decoding.verify import draws, keep_matches
 from peagle.drafter.drafting import DraftingSession
 from peagle.drafter.model import Drafter
 from peagle.errors import RequestError
@@ -32,7 +33,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer
 
-TokenKind = Literal["prefill", "plain", "accepted", "recovered", "bonus"]
+TokenKind = Literal["prefill", "plain", "accepted", "tolerated", "recovered", "bonus"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Step:
 
     @property
     def num_accepted_emitted(self) -> int:
-        return self.kinds.count("accepted")
+        return self.kinds.count("accepted") + self.kinds.count("tolerated")
 
 
 def decode(
@@ -133,7 +134,8 @@ class _Request:
     ) -> Iterator[Step]:
         cache = self.target.new_cache()
         output = self.target.forward(self._tensor(self.token_ids)[None], cache)
-        _, next_token = self._decide(output.logits_BTV[0, -1:], ())
+        exact, _ = self._wanted(output.logits_BTV[0, -1:], DraftTree(), [])
+        next_token = exact[0]
         yield (step := self._commit((next_token,), ("prefill",)))
         known_aux_TA = output.aux_hidden_BTA[0]
         while step.finish_reason is None:
@@ -149,7 +151,9 @@ class _Request:
             while True:
                 drafted = tree.tokens(branch)
                 output = self.target.forward(self._tensor([self.token_ids[-1], *drafted])[None], cache)
-                num_accepted, next_token = self._decide(output.logits_BTV[0], drafted)
+                exact, wanted = self._wanted(output.logits_BTV[0], tree, branch)
+                drafts = (self._tensor(wanted)[None], self._tensor(drafted)[None], self._tensor([len(drafted)]))
+                num_accepted, next_token = map(int, keep_matches(*drafts))
                 node = tree.child(branch[num_accepted - 1] if num_accepted else 0, next_token)
                 if node is None:
                     break
@@ -159,24 +163,31 @@ class _Request:
             if num_accepted < len(drafted):
                 cache.crop(num_accepted - len(drafted))
             known_aux_TA = output.aux_hidden_BTA[0, : num_accepted + 1]
-            accepted: list[TokenKind] = ["accepted"] * num_accepted
+            accepted: list[TokenKind] = [
+                "accepted" if token == own else "tolerated"
+                for token, own in zip(drafted[:num_accepted], exact, strict=False)
+            ]
             last: TokenKind = "bonus" if num_accepted == len(drafted) else "recovered"
             token_ids, kinds = (*drafted[:num_accepted], next_token), (*accepted, last if draft else "plain")
             yield (step := self._commit(token_ids, kinds, tree.token_ids, draft.gaps if draft else (), num_accepted))
 
-    def _decide(self, logits_LV: Tensor, draft_token_ids: Sequence[int]) -> tuple[int, int]:
-        """How many draft tokens are accepted, and the token after them."""
+    def _wanted(self, logits_LV: Tensor, tree: DraftTree, branch: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The target's own token after the text and after each draft of the branch; and with tolerated drafts."""
         params = self.params
-        drafts = (self._tensor(draft_token_ids)[None], self._tensor([len(draft_token_ids)]))
         if params.adjusts_logits:
-            logits_LV = self._adjust(logits_LV, draft_token_ids)
+            logits_LV = self._adjust(logits_LV, tree.tokens(branch))
         if params.is_greedy:
-            result = verify_greedy(logits_LV[None], *drafts)
+            exact = logits_LV.argmax(-1).tolist()
         else:
             probs_BLV = target_probs(logits_LV[None], params.temperature, params.top_k, params.top_p, params.min_p)
-            key = (self._tensor([params.seed]), self._tensor([len(self.token_ids)]))
-            result = verify_deterministic(probs_BLV, *drafts, *key)
-        return int(result.num_accepted_B), int(result.next_token_B)
+            exact = draws(probs_BLV, self._tensor([params.seed]), self._tensor([len(self.token_ids)]))[0].tolist()
+        if params.tolerated_gap is None:
+            return exact, exact
+        rows = zip(logits_LV, exact, (0, *branch), strict=True)
+        return exact, [
+            _tolerated(logits_V, own, tree.tokens(tree.children(node)), params.tolerated_gap)
+            for logits_V, own, node in rows
+        ]
 
     def _adjust(self, logits_LV: Tensor, draft_token_ids: Sequence[int]) -> Tensor:
         """Apply biases, penalties and the grammar. Row j treats the first j draft tokens as part of the answer."""
@@ -221,3 +232,11 @@ class _Request:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.target.device)
+
+
+def _tolerated(logits_V: Tensor, own: int, drafts: Sequence[int], gap: float) -> int:
+    """The likeliest draft whose logit lies at most `gap` below the highest one; else the target's own token."""
+    if own in drafts:
+        return own
+    best = max(drafts, key=lambda token: float(logits_V[token]), default=own)
+    return best if bool(logits_V.max() - logits_V[best] <= gap) else own

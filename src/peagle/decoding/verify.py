@@ -15,10 +15,9 @@ Greedy. The target wants tokens 1, 2, 0. The draft (1, 2) is fully accepted and 
 rejected at its second token, and 2 is recovered. The draft (2, 2) is rejected at once, though its second token matches:
 
 >>> import torch
->>> from peagle.decoding.verify import verify_deterministic, verify_greedy
->>> target_logits_LV = torch.tensor([[0.0, 9.0, 1.0], [0.0, 1.0, 9.0], [9.0, 0.0, 1.0]])
->>> draft_tokens_BK = torch.tensor([[1, 2], [1, 1], [2, 2]])
->>> result = verify_greedy(target_logits_LV.expand(3, 3, 3), draft_tokens_BK, torch.tensor([2, 2, 2]))
+>>> from peagle.decoding.verify import draws, keep_matches
+>>> wanted_BL, draft_tokens_BK = torch.tensor([[1, 2, 0]] * 3), torch.tensor([[1, 2], [1, 1], [2, 2]])
+>>> result = keep_matches(wanted_BL, draft_tokens_BK, torch.tensor([2, 2, 2]))
 >>> result.num_accepted_B.tolist(), result.next_token_B.tolist()
 ([2, 1, 0], [0, 2, 1])
 
@@ -28,7 +27,7 @@ probability 0.3, and the recovered token is 0 or 2 in the ratio 5 : 2, so the em
 >>> seed_B = torch.arange(10_000)
 >>> target_probs_BLV = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]).expand(10_000, 2, 3)
 >>> ones_B = torch.ones_like(seed_B)
->>> result = verify_deterministic(target_probs_BLV, ones_B.unsqueeze(1), ones_B, seed_B, position_B=ones_B)
+>>> result = keep_matches(draws(target_probs_BLV, seed_B, position_B=ones_B), ones_B.unsqueeze(1), ones_B)
 >>> is_accepted_B = result.num_accepted_B == 1
 >>> round(is_accepted_B.double().mean().item(), 2), result.next_token_B[is_accepted_B].unique().tolist()
 (0.3, [2])
@@ -52,29 +51,19 @@ class Verification(NamedTuple):
     next_token_B: Tensor
 
 
-def verify_greedy(target_logits_BLV: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
-    """Accept draft tokens while they are the target's most likely ones; the lowest id wins among equal logits."""
-    return keep_matches(target_logits_BLV.argmax(-1), draft_tokens_BK, num_draft_B)
+def draws(target_probs_BLV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """The target's token at each position, drawn from its distribution: int64 [B, L].
 
-
-def verify_deterministic(
-    target_probs_BLV: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor, seed_B: Tensor, position_B: Tensor
-) -> Verification:
-    """Exact rejection sampling for drafts that are a function of the text, such as a drafter's most likely tokens.
-
-    Draws a token from the target at every position and accepts draft tokens while they equal the draw. `position_B` is
-    the position of the first draft token.
-
-    This is the rejection sampler for a point mass. A draft x with draft probability 1 must be accepted with probability
-    target(x), which is how often the draw equals x. After a rejection the token must come from the target without x,
-    which is the distribution of a draw that differs from x. So one draw both verifies and recovers.
+    `position_B` is the position of the first one. Accepting drafts while they equal the draws is exact rejection
+    sampling for drafts that are a function of the text, such as a drafter's most likely tokens: a draft x, which has
+    draft probability 1, must be accepted with probability target(x), which is how often the draw equals x. After a
+    rejection the token must come from the target without x, which is the distribution of a draw that differs from x.
 
     The draw depends only on the text, the seed and the position. So a seeded answer is the same with any K, any
     drafter and any batch: it equals plain decoding.
     """
     position_BL = position_B.unsqueeze(1) + torch.arange(target_probs_BLV.shape[1], device=position_B.device)
-    draws_BL = draw(target_probs_BLV, uniform(seed_B.unsqueeze(1), position_BL, STREAM_DRAW))
-    return keep_matches(draws_BL, draft_tokens_BK, num_draft_B)
+    return draw(target_probs_BLV, uniform(seed_B.unsqueeze(1), position_BL, STREAM_DRAW))
 
 
 def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor) -> Verification:
@@ -83,6 +72,40 @@ def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor
     is_match_BK = (wanted_BL[:, : len(column_K)] == draft_tokens_BK) & (column_K < num_draft_B.unsqueeze(1))
     num_accepted_B = is_match_BK.to(torch.int64).cumprod(1).sum(1)
     return Verification(num_accepted_B, wanted_BL.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1))
+
+
+def tolerate(
+    wanted_BL: Tensor,
+    logits_BLV: Tensor,
+    tokens_BL: Tensor,
+    parent_BL: Tensor,
+    num_nodes_B: Tensor,
+    gap_B: Tensor,
+) -> Tensor:
+    """The wanted tokens, with a draft in place of each that the target finds hardly more likely.
+
+    A draft is tolerated if its logit lies at most `gap_B` below the highest one; a negative gap tolerates none. If a
+    node has several such children, the one with the highest logit wins, then the older one. A wanted token that is
+    among the children stays. The target wants 0 after the root, but its child 2 is within 0.1:
+
+    >>> logits_BLV = torch.tensor([[[1.0, 0.0, 0.95], [3.0, 0.0, 0.0]]])
+    >>> tokens_BL, parent_BL, num_nodes_B = torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), torch.tensor([1])
+    >>> tolerate(logits_BLV.argmax(-1), logits_BLV, tokens_BL, parent_BL, num_nodes_B, gap_B=torch.tensor([0.1]))
+    tensor([[2, 0]])
+    """
+    node_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
+    request_B1 = torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
+    is_draft_BL = (node_L > 0) & (node_L <= num_nodes_B[:, None])
+    is_child_BLL = (parent_BL[:, None] == node_L[:, None]) & is_draft_BL[:, None]
+    is_wanted_BL = (is_child_BLL & (tokens_BL[:, None] == wanted_BL[..., None])).any(2)
+    logit_BL = logits_BLV[request_B1, parent_BL, tokens_BL]
+    is_near_BL = logits_BLV.amax(-1).gather(1, parent_BL) - logit_BL <= gap_B[:, None]
+    score_BLL = logit_BL[:, None].masked_fill(~(is_child_BLL & is_near_BL[:, None]), float("-inf"))
+    best_BL1 = score_BLL.amax(2, keepdim=True)
+    # argmax of the mask: the oldest of equally good children.
+    child_BL = (score_BLL == best_BL1).to(torch.int8).argmax(2)
+    is_replaced_BL = ~is_wanted_BL & (best_BL1[..., 0] > float("-inf"))
+    return torch.where(is_replaced_BL, tokens_BL.gather(1, child_BL), wanted_BL)
 
 
 class KeptPath(NamedTuple):

@@ -123,7 +123,7 @@ class Engine:
         self._check_queue(params.n)
         num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
         tree_nodes = self.runner.config.tree_nodes or 0
-        if params.adjusts_logits:
+        if params.adjusts_logits or params.tolerance < 1:
             check_token_ids(params, self.target.vocab_size)
             check_edits(params, stop_ids)
             self.runner.prepare_adjustments()
@@ -280,6 +280,9 @@ class Engine:
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
         if emission.num_drafts:
             self._count_draft(completion, min(len(tokens) - 1, num_kept), emission.num_drafts)
+            num_tolerated = (emission.tolerated & (1 << num_kept) - 1).bit_count()
+            completion.num_tolerated_tokens += num_tolerated
+            self._stats.num_tolerated_tokens += num_tolerated
         if completion.parent.first_token_at is None:
             completion.parent.first_token_at = time.perf_counter()
         self._stats.num_output_tokens += num_kept
@@ -324,6 +327,7 @@ class Engine:
             emission.is_prefill,
             None if output is None else output.metrics,
             completion.parent.prompt_logprobs if not completion.has_update and completion.index == 0 else None,
+            emission.tolerated,
         )
         completion.has_update = True
         assert completion.parent.on_update is not None, "checked by the caller"
@@ -364,6 +368,7 @@ class Engine:
             sum(each.request.num_preemptions for each in completions),
             min(started, default=None),
             sum(each.num_draft_tokens for each in completions),
+            sum(each.num_tolerated_tokens for each in completions),
         )
 
     def _completion(self, completion: PendingCompletion) -> Completion:

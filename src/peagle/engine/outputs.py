@@ -38,6 +38,13 @@ class RequestMetrics:
     """when its first completion left the queue"""
     num_draft_tokens: int = 0
     """tokens of the verified drafts"""
+    num_tolerated_tokens: int = 0
+    """tokens that are drafts which the target merely tolerated; 0 unless `SamplingParams.tolerance` is below 1"""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every token is the target's own choice."""
+        return self.num_tolerated_tokens == 0
 
     @property
     def queue_seconds(self) -> float | None:
@@ -87,6 +94,8 @@ class Update:
     """set in the last update of the request"""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """set in the first update of the first completion; as in `RequestOutput`"""
+    tolerated: int = 0
+    """bit i is set if token i is a tolerated draft"""
 
     @property
     def text(self) -> str:
@@ -99,7 +108,9 @@ class Update:
         >>> Update("r", 0, (5, 6, 7), ("a", "b", "c"), num_accepted=2, num_drafts=4).kinds
         ('accepted', 'accepted', 'recovered')
         """
-        accepted: list[TokenKind] = ["accepted"] * self.num_accepted
+        accepted: list[TokenKind] = [
+            "tolerated" if self.tolerated >> index & 1 else "accepted" for index in range(self.num_accepted)
+        ]
         last: TokenKind = "prefill" if self.is_prefill else "plain"
         if self.num_drafts:
             last = "bonus" if self.num_accepted == self.num_drafts else "recovered"
@@ -126,6 +137,8 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    num_tolerated_tokens: int = 0
+    """output tokens that are not the target's own choice"""
     device_seconds: float = 0.0
     num_waiting: int = 0
     num_running: int = 0

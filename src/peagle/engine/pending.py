@@ -26,6 +26,7 @@ class PendingCompletion:
     """for each verified draft, the number of its tokens that were emitted"""
     num_draft_tokens: int = 0
     """tokens of those drafts"""
+    num_tolerated_tokens: int = 0
     finish_reason: FinishReason | None = None
     has_update: bool = False
     """whether its first update has been sent"""

@@ -64,7 +64,7 @@ class Request:
     draft_parents: list[int] = field(init=False, default_factory=list)
     """the parent of each: 0 for the newest token, 1 for the first draft"""
     adjusts: bool = field(init=False)
-    """whether penalties, biases, min_tokens or a grammar change its logits"""
+    """whether penalties, biases, min_tokens or a grammar change its logits, or it tolerates drafts"""
     token_ids: list[int] = field(init=False)
     """prompt and committed output"""
     prompt_length: int = field(init=False)
@@ -98,7 +98,7 @@ class Request:
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         if len(prompt_ids) == 0:
             raise RequestError(f"request {self.request_id!r} has an empty prompt", hint="pass at least one token")
-        self.adjusts = self.params.adjusts_logits
+        self.adjusts = self.params.adjusts_logits or self.params.tolerance < 1
         self.token_ids = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.max_length = min(self.max_length, self.prompt_length + self.params.max_tokens)

@@ -168,8 +168,13 @@ class Job:
         num_cached = sum(metrics.num_cached_tokens for metrics in self.metrics)
         return counts | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
+    @property
+    def num_tolerated(self) -> int:
+        """Answer tokens that are not the target's own choice."""
+        return sum(choice.kinds.count("tolerated") for choice in self.choices)
+
     def speculative_decoding(self) -> dict[str, Any]:
-        """vLLM's speculation summary of a request; zeros if nothing was drafted."""
+        """vLLM's speculation summary of a request, and whether it is lossless; zeros if nothing was drafted."""
         num_accepted = sum(count * drafts for count, drafts in enumerate(self.histogram))
         return {
             "mean_acceptance_length": round(1 + num_accepted / max(1, self.num_steps), 4),
@@ -179,6 +184,8 @@ class Job:
             "num_accepted_draft_tokens": num_accepted,
             "num_draft_tokens": self.num_drafted,
             "num_spec_tokens": len(self.histogram) - 1,
+            "num_tolerated_tokens": self.num_tolerated,
+            "is_lossless": self.num_tolerated == 0,
         }
 
     def timings(self) -> dict[str, Any]:

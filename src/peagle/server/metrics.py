@@ -163,8 +163,8 @@ class ServerMetrics(Metrics):
             self.tpot.observe(per_token)
             if is_full:
                 self.full_load.observe(per_token)
-        # If a full batch left drafts out, the rest says nothing about the drafter.
-        if job.num_steps and job.num_drafted == job.num_steps * self.num_draft_tokens:
+        # If a full batch left drafts out, or drafts were tolerated, the rest says nothing about the drafter.
+        if job.num_steps and job.params.tolerance == 1 and job.num_drafted == job.num_steps * self.num_draft_tokens:
             self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
 
     def acceptance_length(self) -> tuple[float | None, int]:
@@ -189,6 +189,8 @@ class ServerMetrics(Metrics):
         for position, count in enumerate(acceptance.accepted_per_position):
             by_position.add_metric((*self._labels, str(position)), count)
         yield by_position
+        what = "Answer tokens that a request's tolerance kept: drafts that are not the target's own choice"
+        yield self._counter("peagle:tolerated_tokens", what, stats.num_tolerated_tokens)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Answer tokens", stats.num_output_tokens)
         yield self._counter("vllm:num_preemptions", "Preempted requests", stats.num_preemptions)

@@ -31,6 +31,8 @@ class Speculation(Part):
 
     enabled: bool = True
     num_draft_tokens: Annotated[int, Field(ge=1)] | None = None
+    tolerance: float = 1.0
+    """as in `SamplingParams`; below 1 the answer is not lossless"""
     details: bool = False
     """report with each chunk, or with the answer, how each token was produced"""
 

@@ -74,7 +74,7 @@ class Writer(ABC):
         return usage
 
     def _details(self, source: "Choice | Update") -> dict[str, Any]:
-        """Text and kind (accepted, recovered, bonus) of each token, if the client wants them."""
+        """Text and kind (accepted, tolerated, recovered, bonus) of each token, if the client wants them."""
         if not self._wants_details:
             return {}
         tokens = zip(source.texts, source.kinds, strict=True)

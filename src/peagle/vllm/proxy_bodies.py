@@ -71,6 +71,8 @@ def _check_speculation(value: Any, served: Served) -> None:
     if asked.enabled and asked.num_draft_tokens not in (None, num_draft_tokens):
         why = f"{engine} drafts {num_draft_tokens} tokens for all requests"
         raise unsupported("speculation.num_draft_tokens", why)
+    if asked.tolerance != 1:
+        raise unsupported("speculation.tolerance", f"{engine} accepts drafts exactly")
     if asked.details:
         raise unsupported("speculation.details", f"{engine} does not report how each token was produced")
 

@@ -1,4 +1,4 @@
-"""Per-row tables for requests that adjust their logits: penalties, biases, min_tokens and grammars.
+"""Per-row tables for requests that adjust their logits or tolerate drafts: penalties, biases, min_tokens, grammars.
 
 The tables are as wide as the vocabulary, so they are allocated when a request first needs them. A pass without such a
 request does not read them.
@@ -39,6 +39,8 @@ class Adjustments:
     """bool [R, V]"""
     allowed: Tensor
     """int32 [R, L, W]: bit mask of the tokens that the grammar allows after the newest token and after each draft"""
+    tolerated_gap: Tensor
+    """float32 [R], as in `tolerate`"""
 
     @classmethod
     def empty(cls, num_rows: int, num_drafts: int, vocab_size: int, device: torch.device) -> "Adjustments":
@@ -55,6 +57,7 @@ class Adjustments:
             counts=zeros(torch.int32, vocab_size),
             is_in_prompt=zeros(torch.bool, vocab_size),
             allowed=zeros(torch.int32, num_drafts + 1, -(-vocab_size // BITS)) - 1,
+            tolerated_gap=zeros(torch.float32) - 1,
         )
 
     # On the device ----------------------------------------------------------------------------------------------------
@@ -105,6 +108,7 @@ class Adjustments:
             (self.repetition, params.repetition_penalty),
             (self.frequency, params.frequency_penalty),
             (self.presence, params.presence_penalty),
+            (self.tolerated_gap, -1 if params.tolerated_gap is None else params.tolerated_gap),
         ):
             setting[row].fill_(number)
         self.allowed[row].fill_(-1)

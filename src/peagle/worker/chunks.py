@@ -53,7 +53,7 @@ class FirstTokens(NamedTuple):
     rows_C: Tensor
     """the row of each chunk that ends its sequence, the padding row for others"""
     next_C1: Tensor
-    emitted_C3: Tensor
+    emitted_C4: Tensor
     """as `PassResult.emitted_BE`: one token each, no drafts"""
 
 

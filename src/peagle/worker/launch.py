@@ -1,6 +1,6 @@
 """A plan in flight on the device, and its results.
 
-Shapes: B requests of a pass, L tokens per request, E = L + 2, N rows of logits, V vocabulary, S scored prompt tokens.
+Shapes: B requests of a pass, L tokens per request, E = L + 3, N rows of logits, V vocabulary, S scored prompt tokens.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ class PassResult(NamedTuple):
     """Output of a pass, on the device."""
 
     emitted_BE: Tensor
-    """for each request: number of emitted tokens, number of verified drafts, then at least that many tokens"""
+    """for each request: number of emitted tokens, number of verified drafts, a bit for each token that is a tolerated
+    draft, then the tokens; those beyond the number are meaningless"""
     logits_NV: Tensor
     """the target's logits, before any adjustment"""
     place_BL: Tensor
@@ -36,6 +37,8 @@ class Emission(NamedTuple):
     token_ids: list[int]
     num_drafts: int
     """draft tokens that were verified; 0 for prefill and plain decoding"""
+    tolerated: int
+    """bit i is set if token i is a tolerated draft, not the target's own choice"""
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
     draft_ids: list[int] | None = None
@@ -60,7 +63,7 @@ class Pass:
     requests: list[Request]
     epochs: list[int]
     emitted: Tensor
-    """a line per chunk or request: number of tokens, number of verified drafts, then the tokens"""
+    """a line per chunk or request, as in `PassResult`"""
     lines: list[int]
     """the line of each request in `emitted`"""
     is_decode: bool
@@ -75,7 +78,7 @@ class Pass:
         for index, (request, line) in enumerate(zip(self.requests, self.lines, strict=True)):
             if request.params.logprobs is not None:
                 logits_LV = result.logits_NV[result.place_BL[line]]
-                self.logprobs[index] = logprobs.add(logits_LV, result.emitted_BE[line, 2:], request.params.logprobs)
+                self.logprobs[index] = logprobs.add(logits_LV, result.emitted_BE[line, 3:], request.params.logprobs)
 
     def add_scores(self, result: PassResult, logprobs: LaunchLogprobs, scored: list[tuple[Chunk, range]]) -> None:
         """Compute the log-probabilities of the prompt tokens of these chunks."""
@@ -92,10 +95,11 @@ class Pass:
     def emissions(self) -> Iterator[Emission]:
         emitted = self.emitted.tolist()
         for index, (request, epoch, line) in enumerate(zip(self.requests, self.epochs, self.lines, strict=True)):
-            count, num_drafts, *tokens = emitted[line]
+            count, num_drafts, tolerated, *tokens = emitted[line]
             logprobs = self.logprobs[index].to_list()[:count] if index in self.logprobs else None
             drafts = self.newest[index][:, 1:].tolist() if index in self.newest else ()
-            yield Emission(request, epoch, tokens[:count], num_drafts, logprobs, not self.is_decode, *drafts)
+            is_prefill = not self.is_decode
+            yield Emission(request, epoch, tokens[:count], num_drafts, tolerated, logprobs, is_prefill, *drafts)
 
 
 @dataclass

@@ -68,7 +68,7 @@ class Prefill:
         else:
             assert aux_NA is not None, "requested by has_aux"
             self.drafting.after_prefill(chunks, layout, first, aux_NA)
-        return PassResult(first.emitted_C3, logits_CV, place_C1, scored_logits_SV)
+        return PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
 
     def _lay_out(self, chunks: Chunks) -> ChunkLayout:
         table_CP = self.state.page_table[chunks.row_C]
@@ -93,8 +93,9 @@ class Prefill:
         next_C1 = state.choose(logits_CV, chunks.row_C, end_C)[:, None]
         rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.padding_row)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.padding_row, 0))
-        emitted_C3 = torch.cat([torch.ones_like(next_C1), torch.zeros_like(next_C1), next_C1], dim=1)
-        return FirstTokens(rows_C, next_C1, emitted_C3)
+        zero_C1 = torch.zeros_like(next_C1)
+        emitted_C4 = torch.cat([zero_C1 + 1, zero_C1, zero_C1, next_C1], dim=1)
+        return FirstTokens(rows_C, next_C1, emitted_C4)
 
     def _first_tokens_adjusted(
         self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor, adjustments: Adjustments
@@ -102,5 +103,5 @@ class Prefill:
         no_drafts_C0, root_C1 = chunks.row_C.new_empty(len(end_C), 0), torch.ones_like(end_C)[:, None]
         adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C[:, None], root_C1)
         first = self._first_tokens(chunks, end_C, adjusted_CV)
-        adjustments.count(first.rows_C, first.next_C1, first.emitted_C3[:, 0])
+        adjustments.count(first.rows_C, first.next_C1, first.emitted_C4[:, 0])
         return first

@@ -17,7 +17,7 @@ without a drafter is the same with K = 0. `prefill.py` puts new requests into th
 All shapes depend on B, M and K alone, so each B is one CUDA graph. A batch with a request that adjusts its logits
 (`Adjustments`) runs a second graph of the same size.
 
-Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D + 2, N tokens of the verification
+Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D + 3, N tokens of the verification
 pass, V vocabulary, A width of the concatenated hidden states (aux) of the target.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.decoding.verify import keep_path
+from peagle.decoding.verify import keep_path, tolerate
 from peagle.kernels.attention import WASTE_PAGE
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
@@ -117,22 +117,34 @@ class Step:
         return batch
 
     def _accept(self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor) -> Accepted:
-        return self._commit(rows_B, batch, self.state.choose(logits_NV, batch.row_N, batch.position_N + 1))
+        wanted_N = self.state.choose(logits_NV, batch.row_N, batch.position_N + 1)
+        return self._commit(rows_B, batch, wanted_N)
 
     def _accept_adjusted(
         self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor, adjustments: Adjustments
     ) -> Accepted:
         """Adjust the logits before accepting, and count the emitted tokens for the penalties of the next step."""
-        drafts_BM = batch.token_ids_N.view(len(rows_B), -1)[:, 1:]
+        tokens_BL = batch.token_ids_N.view(len(rows_B), -1)
         position_BL = batch.paged_rows.context_B[:, None] + self.state.depth[rows_B] + 1
-        adjusted_NV = adjustments.apply(logits_NV, rows_B, drafts_BM, position_BL, self.state.ancestors[rows_B])
-        wanted_N = self.state.choose(adjusted_NV, batch.row_N, batch.position_N + 1)
-        accepted = self._commit(rows_B, batch, wanted_N)
-        adjustments.count(rows_B, accepted.emitted_BE[:, 2:], accepted.emitted_BE[:, 0])
+        adjusted_NV = adjustments.apply(logits_NV, rows_B, tokens_BL[:, 1:], position_BL, self.state.ancestors[rows_B])
+        exact_N = self.state.choose(adjusted_NV, batch.row_N, batch.position_N + 1)
+        wanted_BL = tolerate(
+            exact_N.view(tokens_BL.shape),
+            adjusted_NV.view(*tokens_BL.shape, -1),
+            tokens_BL,
+            self.state.parent[rows_B],
+            batch.num_drafts_B,
+            adjustments.tolerated_gap[rows_B],
+        )
+        accepted = self._commit(rows_B, batch, wanted_BL.flatten(), exact_N)
+        adjustments.count(rows_B, accepted.emitted_BE[:, 3:], accepted.emitted_BE[:, 0])
         return accepted
 
-    def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_N: Tensor) -> Accepted:
-        """Compare the drafts with the target's tokens, `wanted_N`, and set the new lengths of the rows."""
+    def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_N: Tensor, exact_N: Tensor | None = None) -> Accepted:
+        """Compare the drafts with the wanted tokens, and set the new lengths of the rows.
+
+        `exact_N` are the target's own tokens if they may differ from `wanted_N`, because a draft is tolerated.
+        """
         state, num_drafts_B = self.state, batch.num_drafts_B
         tokens_BL, wanted_BL = batch.token_ids_N[batch.place_BL], wanted_N[batch.place_BL]
         tree = (state.parent[rows_B], state.depth[rows_B], state.ancestors[rows_B])
@@ -142,9 +154,14 @@ class Step:
         # The padding row must not grow: it occurs several times in a batch, and all its tokens are waste.
         new_length_B = batch.paged_rows.context_B + num_accepted_B + 1
         state.length.index_copy_(0, rows_B, new_length_B.masked_fill(rows_B == state.padding_row, 0))
-        emitted_BE = torch.cat([num_accepted_B[:, None] + 1, num_drafts_B[:, None], wanted_BD], dim=1)
         known_BD1 = torch.cat([tokens_BL[:, :1], wanted_BD], dim=1)
         place_BD = batch.place_BL.gather(1, node_BD)
+        tolerated_B = torch.zeros_like(num_drafts_B)
+        if exact_N is not None:
+            bit_D = 1 << torch.arange(node_BD.shape[1], device=rows_B.device)
+            tolerated_B = ((wanted_BD != exact_N[place_BD]) * bit_D).sum(1)
+        counts_B3 = torch.stack([num_accepted_B + 1, num_drafts_B, tolerated_B], dim=1)
+        emitted_BE = torch.cat([counts_B3, wanted_BD], dim=1)
         return Accepted(emitted_BE, known_BD1, next_B1, num_accepted_B, place_BD, node_BD)
 
     def _moves(self, batch: VerifyBatch, accepted: Accepted) -> tuple[Tensor, Tensor]:

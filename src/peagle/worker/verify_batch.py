@@ -18,7 +18,7 @@ Two requests with three drafts each, and room for three of them:
 [2, 1]
 
 Shapes: B requests of the batch, K depths, M drafts per request, L = M + 1, N tokens of the pass, P pages per request,
-D = K + 1, E = D + 2.
+D = K + 1, E = D + 3.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Accepted(NamedTuple):
     """Outcome of a verification pass. Columns beyond a request's last accepted draft are meaningless."""
 
     emitted_BE: Tensor
-    """number of emitted tokens, number of verified drafts, then the target's token after each accepted token"""
+    """as in `PassResult`"""
     known_BD1: Tensor
     """the old newest token, then the target's tokens"""
     next_B1: Tensor
