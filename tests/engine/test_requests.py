@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.engine_runs import NUM_DRAFT_TOKENS, drafting, run, start
 from harness.model_families import sequential, trained_drafter
@@ -239,3 +240,37 @@ def test_the_engines_own_length_limit_ends_answers_too(target: HFTarget, drafter
     (found,) = answers(engine, [PROMPTS[2]], [greedy(50)])
     assert len(PROMPTS[2]) + len(found.token_ids) == 20 and found.finish_reason == "length"
     assert found.token_ids == expected(target, PROMPTS[2], greedy(50)).token_ids[: len(found.token_ids)]
+
+
+@pytest.mark.parametrize("tree", [{}, {"tree_nodes": 6}])
+def test_a_request_without_drafts_costs_one_token_per_step(
+    target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int]
+) -> None:
+    engine = start(drafter, page_size=4, **tree)
+    num_verified, num_drafted = [], []
+    forward, draft = engine.runner.paged_target.forward, engine.runner.step.drafting._run_layers
+
+    def count_target(token_ids_N: Tensor, *arguments: Any, **options: Any) -> Any:
+        num_verified.append(len(token_ids_N))
+        return forward(token_ids_N, *arguments, **options)
+
+    def count_drafter(batch: Any) -> Any:
+        num_drafted.append(len(batch.last_B))
+        return draft(batch)
+
+    plain = SamplingParams(max_tokens=6, ignore_eos=True, num_draft_tokens=0)
+    names = [engine.add(PROMPTS[0], plain), engine.add(PROMPTS[1], plain)]
+    engine.step()
+    monkeypatch.setattr(engine.runner.paged_target, "forward", count_target)
+    monkeypatch.setattr(engine.runner.step.drafting, "_run_layers", count_drafter)
+    engine.step()
+    assert (num_verified, num_drafted) == ([2], []), "a batch without drafts is plain decoding"
+    drafted = engine.add(PROMPTS[2], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.step()
+    assert num_verified[-1] == 2 + 1 + (tree.get("tree_nodes") or NUM_DRAFT_TOKENS) and num_drafted[-1] == 1
+    outputs = run(engine)
+    engine.close()
+    assert outputs.keys() >= {*names, drafted}
+    for name, prompt in zip(names, PROMPTS, strict=False):
+        assert outputs[name].outputs[0].token_ids == expected(target, prompt, plain).token_ids

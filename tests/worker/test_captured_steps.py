@@ -99,8 +99,8 @@ def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch
     assert num_done == 2 * len(PROMPTS)
     assert engine.stats().num_pages_used == 0
     assert engine.runner.captured is not None
-    sizes = engine.runner.captured.adjusted
-    assert any(isinstance(size, int) for size in sizes) and any(isinstance(size, tuple) for size in sizes)
+    captured = engine.runner.captured
+    assert captured.adjusted_prefills and any(shape.is_adjusted for shape in captured.decodes)
 
 
 def test_a_target_that_waits_for_the_device_is_launched_and_it_is_said(
@@ -166,7 +166,9 @@ def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, 
     while engine.has_work:
         engine.step()
     assert engine.runner.captured is not None
-    assert not engine.runner.captured.adjusted and engine.runner.adjustments is None
+    captured = engine.runner.captured
+    assert not captured.adjusted_prefills and not any(shape.is_adjusted for shape in captured.decodes)
+    assert engine.runner.adjustments is None
 
 
 def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
@@ -174,5 +176,23 @@ def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
     engine.runner.capture_steps(lambda *_: None)
     captured = engine.runner.captured
     assert captured is not None
-    num_sizes = len(captured.decode_sizes) + len(captured.prefill_sizes)
-    assert engine.runner.capture_cost.num_graphs == 2 * num_sizes == 2 * len(captured.adjusted)
+    num_decodes = len(captured.decode_sizes) * (2 if engine.drafter else 1)  # also without drafts
+    assert engine.runner.capture_cost.num_graphs == 2 * (num_decodes + len(captured.prefill_sizes))
+    assert sum(shape.is_adjusted for shape in captured.decodes) == num_decodes
+
+
+def test_requests_without_drafts_replay_a_step_without_drafts(
+    engine: Engine, target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = engine.runner.captured
+    assert captured is not None
+    if engine.drafter is not None:
+        monkeypatch.setattr(captured.step, "decode", None)  # raises if it is called
+    params = SamplingParams(max_tokens=12, num_draft_tokens=0)
+    names = [engine.add(prompt, params) for prompt in PROMPTS[:3]]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    for name, prompt in zip(names, PROMPTS, strict=False):
+        steps = decode(target, prompt, params)
+        assert outputs[name].outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)

@@ -1,7 +1,7 @@
 """Every batch shape as a CUDA graph, captured at start-up. A pass runs in the smallest graph that fits it.
 
-A graph reads its input from tensors of its own, which are written before each replay. Passes that adjust logits have a
-second graph per shape.
+A graph reads its input from tensors of its own, which are written before each replay. Passes that adjust logits, and
+decode steps of requests without drafts, have graphs of their own.
 """
 
 import logging
@@ -33,6 +33,15 @@ Bucket = tuple[int, int]
 """tokens and chunks of a prefill pass"""
 
 
+class DecodeShape(NamedTuple):
+    """A decode step with a graph of its own."""
+
+    batch: int
+    is_plain: bool
+    """without drafts"""
+    is_adjusted: bool
+
+
 class StepTimes(NamedTuple):
     """Seconds on the device per decode step, and of its two halves."""
 
@@ -44,15 +53,25 @@ class StepTimes(NamedTuple):
 class CapturedSteps:
     """The graphs of one engine: decode steps by batch size, prefill passes by bucket."""
 
-    def __init__(self, step: Step, prefill: Prefill, max_batch: int, prefill_tokens: int, transfers: Transfers) -> None:
-        self.step, self._prefill, self.max_batch, self._transfers = step, prefill, max_batch, transfers
+    def __init__(
+        self,
+        step: Step,
+        plain_step: Step,
+        prefill: Prefill,
+        max_batch: int,
+        prefill_tokens: int,
+        transfers: Transfers,
+    ) -> None:
+        """`plain_step` decodes without drafts; without a drafter it is `step`."""
+        self.step, self.plain_step, self._prefill = step, plain_step, prefill
+        self.max_batch, self._transfers = max_batch, transfers
         self.device, self._padding_row = step.state.length.device, step.state.padding_row
         self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(prefill_tokens)
         self._pool = torch.cuda.graph_pool_handle()
-        self._decodes: dict[int, tuple[Tensor, Callable[[], PassResult]]] = {}
+        self._row_tensors: dict[int, Tensor] = {}
+        self.decodes: dict[DecodeShape, Callable[[], PassResult]] = {}
         self._prefills: dict[Bucket, tuple[Tensor, Callable[[], PassResult]]] = {}
-        self.adjusted: dict[int | Bucket, Callable[[], PassResult]] = {}
-        """for passes that adjust logits"""
+        self.adjusted_prefills: dict[Bucket, Callable[[], PassResult]] = {}
         self._rows: list[int] = []
         """rows of the last decode pass, which its graph still holds"""
 
@@ -63,24 +82,25 @@ class CapturedSteps:
         With `adjustments`, capture the passes that adjust logits too; else they are captured when first needed.
         """
         started, free = time.perf_counter(), free_bytes(self.device)
-        total = len(self.decode_sizes) + len(self.prefill_sizes)
+        kinds = (False,) if self.step is self.plain_step else (False, True)
+        shapes = [DecodeShape(size, is_plain, False) for is_plain in kinds for size in reversed(self.decode_sizes)]
+        total = len(shapes) + len(self.prefill_sizes)
         for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
             upload = self._empty_upload(bucket)
             self._prefills[bucket] = upload, capture(self._prefill_of(upload, bucket, None), self._pool)
-        for num_done, size in enumerate(reversed(self.decode_sizes), start=len(self.prefill_sizes)):
-            progress(f"decoding {size} requests", num_done, total)
-            rows = torch.full((size,), self._padding_row, device=self.device)
-            self._decodes[size] = rows, capture(self._decode_of(rows, None), self._pool)
+        for num_done, shape in enumerate(shapes, start=len(self.prefill_sizes)):
+            progress(f"decoding {shape.batch} requests{' without drafts' * shape.is_plain}", num_done, total)
+            self._decode_replay(shape, None)
         if adjustments is not None:
             for bucket in reversed(self.prefill_sizes):
                 self._adjusted_prefill(bucket, adjustments)
-            for size in reversed(self.decode_sizes):
-                self._adjusted_decode(size, adjustments)
-            total += len(self.adjusted)
+            for shape in shapes:
+                self._decode_replay(shape._replace(is_adjusted=True), adjustments)
         progress("ready", total, total)
-        cost = CaptureCost(total, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", total, cost.seconds, cost.num_bytes / 2**30)
+        num_graphs = len(self._prefills) + len(self.adjusted_prefills) + len(self.decodes)
+        cost = CaptureCost(num_graphs, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", num_graphs, cost.seconds, cost.num_bytes / 2**30)
         return cost
 
     def bucket(self, num_tokens: int, num_chunks: int) -> Bucket:
@@ -95,13 +115,14 @@ class CapturedSteps:
         self._transfers.send(upload, self._prefills[bucket][0])
         return replay()
 
-    def decode(self, rows: Sequence[int], adjustments: Adjustments | None) -> PassResult:
-        """Replay a decode step of these rows, padded to a captured size."""
+    def decode(self, rows: Sequence[int], adjustments: Adjustments | None, is_plain: bool) -> PassResult:
+        """Replay a decode step of these rows, padded to a captured size; `is_plain`: none of them has drafts."""
         size = self._size(len(rows))
-        replay = self._decodes[size][1] if adjustments is None else self._adjusted_decode(size, adjustments)
+        is_plain &= self.step is not self.plain_step
+        replay = self._decode_replay(DecodeShape(size, is_plain, adjustments is not None), adjustments)
         padded = [*rows, *[self._padding_row] * (size - len(rows))]
         if padded != self._rows:
-            self._transfers.send(np.array(padded, np.int64), self._decodes[size][0])
+            self._transfers.send(np.array(padded, np.int64), self._row_tensors[size])
             self._rows = padded
         return replay()
 
@@ -131,7 +152,7 @@ class CapturedSteps:
     def _sequences(self, batch: int, num_pages: int) -> Iterator[tuple[Tensor, Callable[[], PassResult]]]:
         """The rows of a decode step and its replay, with a sequence of its own pages in every row."""
         state, size = self.step.state, self._size(batch)
-        rows, replay = self._decodes[size]
+        rows, replay = self._row_tensors[size], self.decodes[DecodeShape(size, False, False)]
         saved = rows.clone(), state.page_table.clone()
         rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
         num_columns = state.page_table.shape[1] - 1
@@ -163,23 +184,24 @@ class CapturedSteps:
     def _size(self, num_rows: int) -> int:
         return next(size for size in self.decode_sizes if size >= num_rows)
 
-    def _adjusted_decode(self, size: int, adjustments: Adjustments) -> Callable[[], PassResult]:
-        if size not in self.adjusted:
-            rows, _ = self._decodes[size]
+    def _decode_replay(self, shape: DecodeShape, adjustments: Adjustments | None) -> Callable[[], PassResult]:
+        """The replay of a decode step; captures it if it is new."""
+        if shape not in self.decodes:
+            rows = self._row_tensors.setdefault(
+                shape.batch, torch.empty(shape.batch, dtype=torch.long, device=self.device)
+            )
             rows.fill_(self._padding_row)  # the warm-up runs the step, and must not touch a request's row
             self.forget_rows()
-            self.adjusted[size] = capture(self._decode_of(rows, adjustments), self._pool)
-        return self.adjusted[size]
+            step = self.plain_step if shape.is_plain else self.step
+            self.decodes[shape] = capture(lambda: step.decode(rows, adjustments), self._pool)
+        return self.decodes[shape]
 
     def _adjusted_prefill(self, bucket: Bucket, adjustments: Adjustments) -> Callable[[], PassResult]:
-        if bucket not in self.adjusted:
+        if bucket not in self.adjusted_prefills:
             upload, _ = self._prefills[bucket]
             upload.copy_(self._empty_upload(bucket))
-            self.adjusted[bucket] = capture(self._prefill_of(upload, bucket, adjustments), self._pool)
-        return self.adjusted[bucket]
-
-    def _decode_of(self, rows: Tensor, adjustments: Adjustments | None) -> Callable[[], PassResult]:
-        return lambda: self.step.decode(rows, adjustments)
+            self.adjusted_prefills[bucket] = capture(self._prefill_of(upload, bucket, adjustments), self._pool)
+        return self.adjusted_prefills[bucket]
 
     def _prefill_of(self, upload: Tensor, bucket: Bucket, adjustments: Adjustments | None) -> Callable[[], PassResult]:
         chunks = chunk_views(upload, *bucket)

@@ -90,14 +90,21 @@ class Drafting:
 
     def after_decode(self, rows_B: Tensor, batch: VerifyBatch, accepted: Accepted, aux_NA: Tensor) -> None:
         """Draft behind the tokens that a verification pass accepted."""
+        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
         if not rows_B.is_cuda:
-            # On a CPU shapes may depend on values, so drop the tokens that no request accepted.
+            # On a CPU shapes may depend on values. So drop the requests without drafts, which need the newest token
+            # only, and the tokens that no request accepted.
+            self.state.tokens[:, :1].index_copy_(0, rows_B, accepted.next_B1)
+            drafting_B = (self.state.max_draft[rows_B] > 0).nonzero()[:, 0]
+            if not len(drafting_B):
+                return
+            rows_B, table_BP, first_anchor_B = rows_B[drafting_B], table_BP[drafting_B], first_anchor_B[drafting_B]
+            accepted = Accepted(*(each[drafting_B] for each in accepted))
             num_kept = int(accepted.num_accepted_B.max()) + 1
             aux_NA = aux_NA[accepted.place_BD[:, :num_kept].flatten()]
             place_BD = torch.arange(len(aux_NA)).view(-1, num_kept)
             accepted = accepted._replace(known_BD1=accepted.known_BD1[:, : num_kept + 1], place_BD=place_BD)
-        slots = self._run_accepted_slots(batch, accepted, self._run_fuse(aux_NA))
-        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
+        slots = self._run_accepted_slots(table_BP, first_anchor_B, accepted, self._run_fuse(aux_NA))
         draft = self._draft(slots, table_BP, first_anchor_B + accepted.num_accepted_B)
         self._run_store(rows_B, accepted.next_B1, draft.tokens_BKW, draft.logprob_BKX)
 
@@ -125,9 +132,10 @@ class Drafting:
 
     # Building slots ---------------------------------------------------------------------------------------------------
 
-    def _accepted_slots(self, batch: VerifyBatch, accepted: Accepted, fused_ND: Tensor) -> DrafterBatch:
+    def _accepted_slots(
+        self, table_BP: Tensor, first_anchor_B: Tensor, accepted: Accepted, fused_ND: Tensor
+    ) -> DrafterBatch:
         """Slots for the tokens that a verification pass accepted."""
-        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
         num_anchors_B, fused_BTD = accepted.num_accepted_B + 1, fused_ND[accepted.place_BD]
         return self._decode_slots(table_BP, first_anchor_B, num_anchors_B, accepted.known_BD1, fused_BTD)
 

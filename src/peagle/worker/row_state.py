@@ -6,7 +6,7 @@ no request, fills up batches to a captured size, and absorbs writes that must le
 Shapes: R rows, M nodes of a candidate tree, L = M + 1, P pages per request, N tokens of a pass, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,6 +78,19 @@ class RowState:
             min_p=zeros(torch.float32),
             num_draft_tokens=num_draft_tokens,
             is_tree=tree_nodes is not None,
+        )
+
+    def without_drafts(self) -> "RowState":
+        """The same rows for plain decoding: only the newest token of each."""
+        return replace(
+            self,
+            tokens=self.tokens[:, :1],
+            confidence=self.confidence[:, :0],
+            parent=self.parent[:, :1],
+            depth=self.depth[:, :1],
+            ancestors=self.ancestors[:, :1],
+            num_draft_tokens=0,
+            is_tree=False,
         )
 
     @property

@@ -110,7 +110,7 @@ class Runner:
         for restore in reversed(self._restore):
             restore()
         self._restore = []
-        for name in ("kv_cache", "step", "prefill", "captured", "adjustments"):
+        for name in ("kv_cache", "step", "plain_step", "prefill", "captured", "adjustments"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -126,7 +126,9 @@ class Runner:
 
     def capture_steps(self, progress: Progress) -> None:
         """Capture every batch shape. Falls back to eager launches if the target cannot be captured."""
-        captured = CapturedSteps(self.step, self.prefill, self.max_batch, self.config.prefill_tokens, self._transfers)
+        captured = CapturedSteps(
+            self.step, self.plain_step, self.prefill, self.max_batch, self.config.prefill_tokens, self._transfers
+        )
         if self.config.capture_adjusted:
             self.prepare_adjustments()
         try:
@@ -256,10 +258,12 @@ class Runner:
     def _decode(self, requests: Sequence[Request], logprobs: LaunchLogprobs) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
+        is_plain = not any(request.num_draft_tokens for request in requests)
         if self.captured is not None:
-            result = self.captured.decode(rows, adjustments)
+            result = self.captured.decode(rows, adjustments, is_plain)
         else:
-            result = self.step.decode(torch.tensor(rows, device=self.device), adjustments)
+            step = self.plain_step if is_plain else self.step
+            result = step.decode(torch.tensor(rows, device=self.device), adjustments)
         emitted = self._transfers.fetch(result.emitted_BE[: len(rows)])
         epochs = [request.epoch for request in requests]
         made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
@@ -311,7 +315,9 @@ class Runner:
             drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)
-        self.step = Step(self.paged_target, drafting, *shared, verify_tokens)
+        self.step = self.plain_step = Step(self.paged_target, drafting, *shared, verify_tokens)
+        if drafting is not None:
+            self.plain_step = Step(self.paged_target, None, self.state.without_drafts(), *shared[1:])
 
     def _compile_drafter(self, compile: Compile | None) -> None:
         if compile is None or self.drafter is None:

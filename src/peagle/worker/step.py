@@ -35,7 +35,15 @@ from peagle.worker.adjustments import Adjustments
 from peagle.worker.drafting import Drafting
 from peagle.worker.launch import PassResult
 from peagle.worker.row_state import RowState
-from peagle.worker.verify_batch import Accepted, VerifyBatch, all_drafts, cells, likeliest_drafts, num_verify_tokens
+from peagle.worker.verify_batch import (
+    Accepted,
+    VerifyBatch,
+    all_drafts,
+    cells,
+    likeliest_drafts,
+    num_drafts,
+    num_verify_tokens,
+)
 
 
 class Verified(NamedTuple):
@@ -109,6 +117,8 @@ class Step:
     def _verify_batch(self, rows_B: Tensor, needs_all_drafts: bool) -> VerifyBatch:
         num_places = self.state.tokens.shape[1]
         num_tokens = num_verify_tokens(len(rows_B), num_places - 1, self.verify_tokens)
+        if not rows_B.is_cuda:  # shapes may depend on values: requests without drafts have one token
+            num_tokens = min(num_tokens, len(rows_B) + int(num_drafts(self.state.confidence[rows_B]).sum()))
         batch: VerifyBatch
         if needs_all_drafts or num_tokens == len(rows_B) * num_places:
             batch = self._run_all_drafts(self.state, rows_B, self.page_size, self.max_position)
