@@ -1,4 +1,4 @@
-"""The benchmark of the training: its tables, on a tiny target."""
+"""The benchmarks of training: their tables, on a tiny target."""
 
 import json
 import runpy
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.tiny_models import tiny_target, write_target
+from harness.tiny_models import tiny_target, write_drafter, write_target
 
-MAIN = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "training.py"))["main"]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MAIN = runpy.run_path(str(BENCHMARKS / "training.py"))["main"]
 SHAPE = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -45,3 +46,47 @@ def test_each_change_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     settings = json.loads((tmp_path / "out" / "retention" / "run" / "settings.json").read_text())
     assert settings["retention"] == 0.6 and settings["num_layers"] == 1
     assert all(float(line.split()[2]) >= 1 for line in table[1:]), "acceptance was replayed"
+
+
+@pytest.mark.slow
+def test_a_pair_head_is_trained_once_and_compared_as_chain_and_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    main = runpy.run_path(str(BENCHMARKS / "pair_head.py"))["main"]
+    target = tiny_target(num_layers=4)
+    write_target(target, tmp_path / "target")
+    write_drafter(target, tmp_path / "drafter")
+    rows = [{"prompt_ids": [5, 6, 7 + n], "answer_ids": list(range(20, 50)), "temperature": 0} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "the user"}\n{"prompt": "as the"}\n')
+    command = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
+    command += [
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tables",
+        "projected",
+        "free",
+    ]
+    command += ["--prompts", str(tmp_path / "asked.jsonl"), "--ranks", "4", "--num-steps", "2", "--batch-size", "2"]
+    command += ["--max-length", "40", "--max-tokens", "12", "--chain", "3", "--depth", "4", "--nodes", "6"]
+    main(command)
+    written = (tmp_path / "out" / "free-4" / "pair_head.safetensors").stat().st_mtime_ns
+    first = capsys.readouterr().out
+    main(command)
+    assert (tmp_path / "out" / "free-4" / "pair_head.safetensors").stat().st_mtime_ns == written
+    table = capsys.readouterr().out.splitlines()[-7:]
+    assert table == first.splitlines()[-7:]
+    assert [line.split("\t")[0] for line in table] == [
+        "drafts",
+        *(
+            f"{form}, {head}"
+            for form in ("chain, K = 3", "6 nodes")
+            for head in ("no pair head", "rank 4 projected", "rank 4 free")
+        ),
+    ]
+    assert all("(0 differ)" in line for line in table[1:])
+    for name in ("held_out_replay_without_pair_head", "held_out_replay", "baseline"):
+        assert f"rank 4 free, {name}: " in first
