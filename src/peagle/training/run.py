@@ -47,8 +47,6 @@ OBJECTIVES: dict[str, type[ParallelObjective | UnrolledObjective]] = {
     "eagle3": UnrolledObjective,
     "pair head": PairObjective,
 }
-HELD_OUT, HELD_OUT_WITHOUT_PAIRS = "held_out_replay", "held_out_replay_without_pair_head"
-"""Keys of replayed entries in a card's `acceptance`."""
 NUM_CHECKED = 8
 """Conversations used to check the written directory if none are held out."""
 
@@ -88,28 +86,22 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
 
     def on_save(step: int) -> dict[str, Any]:
         served = _as_served(target, drafter)
-        replayed = {}
-        if text.held_out:
-            replayed[HELD_OUT] = _record(served, replay(target, served, text.held_out, config.num_draft_tokens))
-        card = _card(target, served, config, text, earlier, replayed, step)
+        measured = replay(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
+        card = _card(target, served, config, text, earlier, measured, step)
         if world.is_main:
             save_drafter(served, run.drafter, card, full=False)
-        return {"replay": replayed[HELD_OUT]} if replayed else {}
+        return {} if measured is None else {"replay": _record(served, measured)}
 
     with shown_on_tensorboard(run, trainer.step):
         trainer.train(text.conversations, on_step, on_save)
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = replay(target, served, checked, config.num_draft_tokens)
-    replayed = {HELD_OUT: _record(served, measured)} if text.held_out else {}
-    if text.held_out and served.pair_head is not None:
-        plain = served.without_pair_head()
-        found = replay(target, plain, checked, config.num_draft_tokens)
-        replayed[HELD_OUT_WITHOUT_PAIRS] = _record(plain, found)
-    card = _card(target, served, config, text, earlier, replayed, config.num_steps)
+    card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
     # In all processes, because the target may be sharded.
     with_engine = world.size == 1 and target.device.type == "cpu"
-    acceptance = card.acceptance | baseline_after_training(target, served, with_engine=with_engine)
+    acceptance = card.acceptance | _replay_without_pair_head(target, served, text, config.num_draft_tokens)
+    acceptance |= baseline_after_training(target, served, with_engine=with_engine)
     card = dataclasses.replace(card, evidence=record(target, served), acceptance=acceptance)
     if world.is_main:
         save_drafter(served, config.output, card, full=False)
@@ -185,7 +177,7 @@ def _card(
     config: TrainConfig,
     text: RunText,
     earlier: Facts | None,
-    replayed: dict[str, Any],
+    measured: Acceptance | None,
     step: int,
 ) -> DrafterCard:
     """The drafter card, without the evidence, which takes longer."""
@@ -205,10 +197,21 @@ def _card(
         max_length=config.max_length,
         aux_layer_ids=drafter.config.aux_layer_ids,
         data=text.facts,
-        acceptance=replayed,
+        acceptance={} if measured is None else {"held_out_replay": _record(drafter, measured)},
         training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
     )
+
+
+def _replay_without_pair_head(
+    target: HFTarget, drafter: Drafter, text: RunText, num_draft_tokens: int
+) -> dict[str, Any]:
+    """What a pair head is compared with on the card; empty without one."""
+    if drafter.pair_head is None or not text.held_out:
+        return {}
+    plain = drafter.without_pair_head()
+    found = replay(target, plain, text.held_out, num_draft_tokens)
+    return {"held_out_replay_without_pair_head": _record(plain, found)}
 
 
 def _record(drafter: Drafter, result: Acceptance) -> dict[str, Any]:
