@@ -5,7 +5,8 @@ import shlex
 import shutil
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from peagle.checkpoint.native import load_drafter
 from peagle.targets.load import load_target
@@ -26,6 +27,15 @@ def test_the_directory_loads_again_and_drafts_the_same(peagle, given, tmp_path, 
     assert "embed_tokens.weight" in load_file(tmp_path / "out" / "model.safetensors"), "vLLM reads the table from here"
     card = json.loads((tmp_path / "out" / "drafter_card.json").read_text())
     assert card["provenance"]["command"] and card["target"]["name"] == "tiny"
+
+
+def test_a_pair_head_is_left_out_with_a_word(peagle, given, tmp_path):
+    shutil.copytree(given[0], tmp_path / "paired")
+    tables = {"left": torch.ones(288, 2), "right": torch.ones(288, 2)}
+    save_file(tables, tmp_path / "paired" / "pair_head.safetensors")
+    result = peagle("export", tmp_path / "paired", *given[1:], "--output", tmp_path / "out")
+    assert result.status == 0 and "leaving out the pair head of rank 2, which only peagle reads" in result.err
+    assert not (tmp_path / "out" / "pair_head.safetensors").exists()
 
 
 def test_stdout_is_the_command_to_serve_it_with_and_survives_odd_paths(peagle, given, tmp_path, monkeypatch):

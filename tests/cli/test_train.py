@@ -186,6 +186,18 @@ def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_
     assert answered.status == 0 and answered.json["identical_to_plain"] is True
 
 
+def test_a_pair_head_is_trained_beside_a_drafter_and_served_with_it(train, peagle, models, tmp_path):
+    shape = ("--num-layers", 2, "--num-draft-tokens", 4)
+    result = train(tmp_path / "paired", "--from", models / "drafter", "--pair-head", 8, *shape)
+    assert result.status == 0, result.err
+    assert load_file(tmp_path / "paired" / "pair_head.safetensors")["left"].shape == (288, 8)
+    served = ("--target", models / "target", "--dtype", "float32", "--drafter", tmp_path / "paired")
+    answered = peagle("generate", "the user", *served, "--compare", "--json", "--max-tokens", 8)
+    assert answered.status == 0 and answered.json["identical_to_plain"] is True
+    refused = train(tmp_path / "other", "--pair-head", 8)
+    assert refused.status == 2 and "pair_head requires a trained drafter" in refused.err and "--from" in refused.err
+
+
 def test_what_cannot_be_gone_on_from_is_explained(train, tmp_path, models):
     refused = train(tmp_path / "drafter", f"--from={models / 'drafter'}")
     assert refused.status == 2 and "num_layers was 2, is 1 in the settings" in refused.err

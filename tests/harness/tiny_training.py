@@ -10,6 +10,7 @@ from peagle.data.conversations import Conversation
 from peagle.objective.config import TrainConfig
 from peagle.training.distributed import World, shard
 from peagle.training.features import OnlineFeatures
+from peagle.training.initial_drafter import with_new_pair_head
 from peagle.training.resume import RunState
 from peagle.training.run import OBJECTIVES
 from peagle.training.trainer import Trainer
@@ -43,10 +44,12 @@ def conversations(num_rows=5, length=16):
 def new_trainer(target, config, world=World()):  # noqa: B008  # frozen
     switches = {"embeddings": config.embeddings, "parallel": config.method == "p-eagle"}
     drafter = tiny_drafter(target, num_layers=1, num_draft_tokens=NUM_DRAFT_TOKENS, **switches).requires_grad_(True)
+    if config.pair_head is not None:
+        drafter = with_new_pair_head(drafter, config.pair_head, config)
     if config.parallel == "fsdp" and world.size > 1:
         shard(drafter, target)
-    run = RunState(config, world=world)
-    return Trainer(drafter, OBJECTIVES[config.method](drafter, config), OnlineFeatures(target), config, run)
+    objective = OBJECTIVES["pair head" if config.pair_head else config.method](drafter, config)
+    return Trainer(drafter, objective, OnlineFeatures(target), config, RunState(config, world=world))
 
 
 def ignore(step, metrics): ...

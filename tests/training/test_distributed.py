@@ -68,6 +68,20 @@ def test_two_processes_that_shard_learn_the_control_as_one_does(tmp_path):
     check_same((metrics_of(config), trainer.drafter.state_dict()), output)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_the_pair_head_that_one_does(tmp_path, parallel):
+    paired = {"pair_head": 4, "from_drafter": "earlier", "learning_rate": 0.1}
+    config = settings(tmp_path / "alone", **SETTINGS, **paired)
+    trainer = new_trainer(tiny_target(), config)
+    untrained = trainer.drafter.pair_head.left.clone()
+    trainer.train(conversations(), ignore)
+    assert not torch.allclose(trainer.drafter.pair_head.left, untrained)
+    output = tmp_path / "together"
+    assert run_processes(output, 2, **SETTINGS, **paired, parallel=parallel) == [0, 0]
+    check_same((metrics_of(config), trainer.drafter.state_dict()), output)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
