@@ -19,7 +19,7 @@ DEPTH = 32
 PROMPTS = [[(11 * index + 5 * place) % 250 + 4 for place in range(3 + index % 6)] for index in range(5)]
 GREEDY = SamplingParams(max_tokens=70, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=60, temperature=0.3, seed=5, ignore_eos=True)
-TIGHT = {"page_size": 4, "num_pages": 48, "prefill_tokens": 24}
+TIGHT = {"page_size": 4, "num_pages": 88, "prefill_tokens": 24}
 
 
 @pytest.fixture(scope="module")
