@@ -133,13 +133,17 @@ def test_a_copy_with_a_head_passes_the_gate(target, finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", ["projected", "free"])
+@pytest.mark.parametrize("vocabulary", [None, 120])
 def test_an_interrupted_run_ends_with_the_same_head_without_the_earlier_drafter(
-    target, data, earlier, tmp_path, tables
+    target, data, earlier, tmp_path, vocabulary
 ):
-    copied = tmp_path / "drafter"
-    shutil.copytree(earlier, copied)
-    unbroken = settings(data, copied, tmp_path / "unbroken", num_steps=6, save_every=2, pair_tables=tables)
+    copied, short = tmp_path / "drafter", {"num_steps": 6, "save_every": 2, "draft_vocab_size": vocabulary}
+    if vocabulary is None:
+        shutil.copytree(earlier, copied)
+    else:
+        plain = {"from_drafter": None, "pair_head": None}
+        train_drafter(target, settings(data, None, copied, **short | plain | {"num_steps": 30}), ignore)
+    unbroken = settings(data, copied, tmp_path / "unbroken", **short)
     train_drafter(target, unbroken, ignore)
     config = dataclasses.replace(unbroken, output=tmp_path / "resumed")
 

@@ -30,13 +30,18 @@ class PairObjective(ParallelObjective):
         super().__init__(drafter, config)
         assert drafter.pair_head is not None, "made by `initial_drafter`"
         self.pair_head = drafter.pair_head
-        size = drafter.config.draft_vocab_size
-        draft_ids_U = torch.arange(size, device=self.device)
-        self._draft_ids_V = torch.full((drafter.config.vocab_size,), -1, device=self.device)
-        self._draft_ids_V[drafter.to_target_ids(draft_ids_U)] = draft_ids_U
         weights = config.depth_weights or (1.0,) * config.num_draft_tokens
         self._depth_weights_K = torch.tensor(weights, device=self.device)
         self._find = compiled(self._candidates, config, self.device)
+
+    @functools.cached_property
+    def _draft_ids_V(self) -> Tensor:
+        """Draft ids of the target's tokens; -1 for those without. Not made at once: a resumed run loads `d2t` later."""
+        config = self.drafter.config
+        draft_ids_U = torch.arange(config.draft_vocab_size, device=self.device)
+        draft_ids_V = torch.full((config.vocab_size,), -1, device=self.device)
+        draft_ids_V[self.drafter.to_target_ids(draft_ids_U)] = draft_ids_U
+        return draft_ids_V
 
     def accumulate(self, batch: Batch, features: Features, num_labels: float) -> tuple[Tensor, Tensor]:
         """See `ParallelObjective.accumulate`."""
