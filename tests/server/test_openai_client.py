@@ -186,6 +186,7 @@ def test_speculation_can_be_turned_off_for_one_request(served, direct):
         )
 
     drafted, plain = ask(), ask(speculation={"enabled": False})
+    assert ask(speculation={"num_draft_tokens": 0}).usage == plain.usage, "the same wish in other words"
     fewer = ask(speculation={"num_draft_tokens": 2})
     assert drafted.choices[0].message.content == plain.choices[0].message.content == fewer.choices[0].message.content
     figures = drafted.usage.metrics["speculative_decoding"]

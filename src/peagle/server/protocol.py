@@ -30,7 +30,7 @@ class Speculation(Part):
     """Speculation settings of one request; our extension."""
 
     enabled: bool = True
-    num_draft_tokens: Annotated[int, Field(ge=1)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     tolerance: float = 1.0
     """as in `SamplingParams`; below 1 the answer is not lossless"""
     details: bool = False

@@ -33,7 +33,7 @@ def sampling_params(
     if body.speculation is not None:
         values["num_draft_tokens"] = body.speculation.num_draft_tokens if body.speculation.enabled else 0
         values["tolerance"] = body.speculation.tolerance
-        if not body.speculation.enabled and body.speculation.num_draft_tokens is not None:
+        if not body.speculation.enabled and body.speculation.num_draft_tokens:
             message = "'speculation.num_draft_tokens' cannot be combined with 'speculation.enabled': false"
             raise HttpError(400, message, param="speculation")
     try:
