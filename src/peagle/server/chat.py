@@ -79,11 +79,16 @@ def render(
     if tools:
         variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     plain = [_message(message, template) for message in messages]
+    control = service.control_tokens
     try:
-        text = chat_text(service.tokenizer, plain, body.add_generation_prompt is not False, **variables)
+        given = control.marked(plain), body.add_generation_prompt is not False
+        parts = chat_text(service.tokenizer, *given, **control.marked(variables)).split(control.mark)
     except PeagleError as error:
-        raise HttpError(400, as_http_error(error).message, param="messages") from None
-    return encode(service.tokenizer, service.check_length(text))
+        raise HttpError(400, as_http_error(error).message.replace(control.mark, ""), param="messages") from None
+    except RecursionError:
+        raise invalid("messages", "or tools are nested too deeply for the target's chat template") from None
+    service.check_length("".join(parts))
+    return [token for part in parts for token in encode(service.tokenizer, part)]
 
 
 def _message(message: Message, template: str) -> dict[str, Any]:

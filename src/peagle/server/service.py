@@ -22,7 +22,7 @@ from peagle.server.metrics import ServerMetrics, baseline_of
 from peagle.server.protocol import Body
 from peagle.server.settings import ServerSettings
 from peagle.server.streaming import EventStream, JsonResponse, unless_gone
-from peagle.server.tokens import TokenTexts
+from peagle.server.tokens import ControlTokens, TokenTexts
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -61,6 +61,7 @@ class Service(Backend):
         template = self.tokenizer.chat_template or ""
         self.chat_template = template if isinstance(template, str) else "\n".join(template.values())
         """source of the target's chat template, or of all of them joined"""
+        self.control_tokens = ControlTokens(self.tokenizer, self.chat_template)
         self._max_characters = self.max_length * max(map(len, self.tokenizer.get_vocab()), default=1)
         self.method = None if engine.drafter is None else engine.drafter.config.method
         self.drafter_name = self.method and (drafter_name or target.shipped_drafter_name or self.method)
