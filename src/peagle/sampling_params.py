@@ -37,7 +37,7 @@ class Grammar:
         else:
             is_right, wanted = isinstance(value, str) and _is_json_object(value), "a JSON object as text"
         if not is_right:
-            raise RequestError(f"a grammar of kind {self.kind} takes {wanted}, got {value!r}")
+            raise RequestError(f"a grammar of kind {self.kind} takes {wanted}, got {repr(value)[:200]}")
 
 
 def _is_json_object(text: str) -> bool:

@@ -142,7 +142,7 @@ def test_refused_stream_still_has_its_status(served):
 
 def test_every_sampling_field_can_be_reached_over_http():
     """A field that the engine gains must be mapped here, or a client's wish for it would be refused for ever."""
-    assert CompletionBody.model_fields.keys() | {"grammar", "num_draft_tokens"} >= SAMPLING_FIELDS
+    assert CompletionBody.model_fields.keys() | {"grammar", "num_draft_tokens", "tolerance"} >= SAMPLING_FIELDS
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))

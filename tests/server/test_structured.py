@@ -1,9 +1,17 @@
 """Answers by schema, pattern or choice, penalties and biases, as clients ask for them."""
 
 import json
+import threading
+import time
 
+import httpx
 import openai
 import pytest
+
+import peagle.decoding.grammar as grammar_module
+from harness.local_server import running
+from peagle.decoding.grammar import make_guide
+from peagle.server.service import MAX_COMPILING
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -88,6 +96,61 @@ def test_bad_structure_is_refused(served, chat_body, more, message):
     response = served.http.post(CHAT, json=chat_body | more)
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("structured", "message"),
+    [
+        ({"json": nested(125)}, "the json_schema grammar is not supported: recursion limit exceeded"),
+        ({"json": {"$ref": "#"}}, "the json_schema grammar is not supported: no text matches it"),
+        ({"regex": "a[^\\s\\S]"}, "the regex grammar is not supported: no text matches it"),
+        ({"regex": "a" * 20_001}, "the regex has 20001 characters, which exceeds the limit of 20000"),
+        ({"choice": ["a", "b"] * 2_501}, "5002 choices exceed the limit of 5000"),
+        ({"choice": ["a" * 100_000, "b" * 100_001]}, "the choice has 200001 characters, which exceeds the limit of"),
+        ({"json": {"enum": ["a" * 200_001]}}, "the json_schema has 200015 characters, which exceeds the limit of"),
+    ],
+    ids=["nested", "circle", "nothing", "long regex", "many choices", "long choices", "long schema"],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(served, structured, message):
+    body = {"prompt": "the", "max_tokens": 2, "structured_outputs": structured}
+    response = served.http.post("/v1/completions", json=body)
+    assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused_and_holds_up_nobody(monkeypatch):
+    release, started = threading.Event(), threading.Semaphore(0)
+
+    def slow_or_not(target, grammar):
+        if grammar.value == "slow":
+            started.release()
+            release.wait(30)
+        return make_guide(target, grammar)
+
+    monkeypatch.setattr(grammar_module, "make_guide", slow_or_not)
+    slow, quick = ({"prompt": "the", "max_tokens": 4, "structured_outputs": {"regex": each}} for each in ("slow", "a"))
+    try:
+        with running(grammar_seconds=0.3) as served:
+            for _ in range(MAX_COMPILING - 1):
+                response = served.http.post("/v1/completions", json=slow)
+                assert response.status_code == 400 and response.json()["error"]["code"] == "grammar_timeout"
+                assert "did not compile within 0.3 s" in response.json()["error"]["message"]
+                assert served.http.post("/v1/completions", json=quick).json()["choices"][0]["text"] == "a"
+            with pytest.raises(httpx.ReadTimeout):
+                served.http.post("/v1/completions", json=slow, timeout=0.1)
+            assert all(started.acquire(timeout=10) for _ in range(MAX_COMPILING))
+            response = served.http.post("/v1/completions", json=quick)
+            assert response.status_code == 503 and response.json()["error"]["code"] == "compiling"
+            before = time.monotonic()
+        assert time.monotonic() - before < 5, "shutting down waits for no grammar"
+    finally:
+        release.set()
 
 
 def test_logit_bias_and_penalties_reach_the_engine(served):

@@ -151,19 +151,32 @@ class _Grammars:
         return Guide(self._matcher(grammar).deep_copy(), self.end_ids, self.vocab_size)
 
     def _compile(self, grammar: Grammar) -> Any:
+        try:
+            source = self._source(grammar)
+        except ValueError as error:  # for example, a schema that is nested too deeply
+            raise _refusal(grammar, str(error)) from None
+        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        first = matcher if matcher.is_error() else matcher.deep_copy()
+        first.compute_bitmask()  # fails if no text matches
+        if first.is_error():
+            raise _refusal(grammar, first.get_error())
+        return matcher
+
+    def _source(self, grammar: Grammar) -> str:
+        """The grammar in the library's own language."""
         matcher_type = self._library.LLMatcher
         if grammar.kind == "regex":
-            text = matcher_type.grammar_from_regex(grammar.value)
-        elif grammar.kind == "choice":
+            return str(matcher_type.grammar_from_regex(grammar.value))
+        if grammar.kind == "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in grammar.value or ())
-            text = matcher_type.grammar_from_lark(f"start: {choices}")
-        else:
-            schema = grammar.value if grammar.kind == "json_schema" else '{"type": "object"}'
-            text = matcher_type.grammar_from_json_schema(schema, overrides=JSON_FORM)
-        matcher = matcher_type(self._tokenizer, text, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise RequestError(f"the {grammar.kind} grammar is not supported: {matcher.get_error().strip()}")
-        return matcher
+            return str(matcher_type.grammar_from_lark(f"start: {choices}"))
+        schema = grammar.value if grammar.kind == "json_schema" else '{"type": "object"}'
+        return str(matcher_type.grammar_from_json_schema(schema, overrides=JSON_FORM))
+
+
+def _refusal(grammar: Grammar, reason: str) -> RequestError:
+    reason = "no text matches it" if reason.startswith("NoExtension") else reason.strip()
+    return RequestError(f"the {grammar.kind} grammar is not supported: {reason}")
 
 
 def _plain_form(tokenizer_json: str) -> str:

@@ -10,7 +10,8 @@ from peagle.server.protocol import SAMPLING_FIELDS, Body, StructuredOutputs
 
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
 """OpenAI's defaults that differ from the engine's."""
-MAX_SCHEMA_CHARACTERS = 200_000
+MAX_CHARACTERS: dict[GrammarKind, int] = {"json_schema": 200_000, "choice": 200_000, "regex": 20_000}
+MAX_CHOICES = 5_000
 
 
 def sampling_params(
@@ -72,11 +73,16 @@ def _structured_grammar(given: StructuredOutputs) -> Grammar:
 
 def make_grammar(kind: GrammarKind, value: Any, param: str = "response_format") -> Grammar:
     """The engine's grammar; `value` is a schema, None (json_object), a pattern or a list of strings."""
-    if kind == "json_schema":
-        value = json.dumps(value)
-        if len(value) > MAX_SCHEMA_CHARACTERS:
-            message = f"the schema has {len(value)} characters, the limit is {MAX_SCHEMA_CHARACTERS}"
-            raise HttpError(400, message, param=param)
+    try:
+        value = json.dumps(value) if kind == "json_schema" else value
+    except RecursionError:
+        raise HttpError(400, "the schema is nested too deeply", param=param) from None
+    if kind == "choice" and len(value) > MAX_CHOICES:
+        raise HttpError(400, f"{len(value)} choices exceed the limit of {MAX_CHOICES}", param=param)
+    size = len(value) if isinstance(value, str) else sum(map(len, value or ()))
+    limit = MAX_CHARACTERS.get(kind, 0)
+    if size > limit:
+        raise HttpError(400, f"the {kind} has {size} characters, which exceeds the limit of {limit}", param=param)
     try:
         return Grammar(kind, value)
     except ValueError as error:

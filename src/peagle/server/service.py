@@ -5,6 +5,7 @@ import contextlib
 import copy
 import logging
 import math
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.backend import Backend
-from peagle.server.errors import HttpError, invalid
+from peagle.server.errors import HttpError, invalid, unavailable
 from peagle.server.jobs import Job
 from peagle.server.metrics import ServerMetrics, baseline_of
 from peagle.server.protocol import Body
@@ -27,14 +28,53 @@ from peagle.server.tokens import ControlTokens, TokenTexts
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.server.writer import Writer
+    from peagle.targets.hf import HFTarget
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 4
+MAX_COMPILING = 4
+"""Grammars that compile at the same time, abandoned ones included; further requests wait."""
 STATS_SECONDS = 5.0
 """A scrape waits this long for the engine's counters, then shows those of the scrape before."""
+
+
+class Compiler:
+    """Compiles grammars in a few daemon threads. One that takes too long is abandoned: nothing can interrupt it."""
+
+    def __init__(self, target: "HFTarget") -> None:
+        self._target = target
+        self.places = asyncio.Semaphore(MAX_COMPILING)
+
+    async def compile(self, grammar: Grammar) -> None:
+        """The caller has acquired a place, which is released when the thread ends."""
+        from peagle.decoding.grammar import make_guide
+
+        loop = asyncio.get_running_loop()
+        compiled: asyncio.Future[None] = loop.create_future()
+
+        def end(error: Exception | None) -> None:
+            self.places.release()
+            if compiled.done():
+                return
+            if error is None:
+                compiled.set_result(None)
+            else:
+                compiled.set_exception(error)
+
+        def run() -> None:
+            failure: Exception | None = None
+            try:
+                make_guide(self._target, grammar)
+            except Exception as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(end, failure)
+
+        threading.Thread(target=run, name="peagle-grammar", daemon=True).start()
+        await compiled
 
 
 class Service(Backend):
@@ -66,9 +106,8 @@ class Service(Backend):
         self.method = None if engine.drafter is None else engine.drafter.config.method
         self.drafter_name = self.method and (drafter_name or target.shipped_drafter_name or self.method)
         self.jobs: set[Job] = set()
-        self._target = target
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="peagle-tokenizer")
-        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="peagle-grammars")
+        self._compiler = Compiler(target)
         self.engine = AsyncEngine(engine)
 
     async def warm_up(self) -> None:
@@ -76,14 +115,14 @@ class Service(Backend):
         async for _ in self.engine.stream([0], params, request_id="warm-up"):
             pass
         try:
-            await self.prepare(Grammar("json_object"))
+            await self._compiler.places.acquire()
+            await self._compiler.compile(Grammar("json_object"))
         except PeagleError as error:
             log.info("structured outputs are not available: %s", error.message)
         await self.metrics_text()
 
     async def close(self) -> None:
         self._texts.shutdown(wait=False, cancel_futures=True)
-        self._grammars.shutdown(wait=False, cancel_futures=True)
         await self.engine.close()
 
     @property
@@ -98,12 +137,18 @@ class Service(Backend):
         work = asyncio.get_running_loop().run_in_executor(self._texts, function)
         return await unless_gone(request, work, self.settings.request_seconds)
 
-    async def prepare(self, grammar: Grammar) -> None:
+    async def prepare(self, request: Request, grammar: Grammar) -> None:
         """Compile a grammar in a thread, or refuse it. The engine then finds it in the cache."""
-        from peagle.decoding.grammar import make_guide
-
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._grammars, lambda: make_guide(self._target, grammar))
+        seconds = self.settings.grammar_seconds
+        try:
+            await unless_gone(request, self._compiler.places.acquire(), seconds)
+        except TimeoutError:
+            raise unavailable(f"{MAX_COMPILING} other grammars are still compiling", "compiling") from None
+        try:
+            await unless_gone(request, self._compiler.compile(grammar), seconds)
+        except TimeoutError:
+            message = f"the {grammar.kind} grammar did not compile within {seconds:g} s; simplify it"
+            raise HttpError(400, message, code="grammar_timeout") from None
 
     def check_length(self, text: str) -> str:
         """Refuse a text that is too long however it is tokenized, before tokenizing it."""
@@ -171,7 +216,7 @@ class Service(Backend):
         if body.stream_options is not None and not body.stream:
             raise invalid("stream_options", "requires 'stream'")
         if job.params.grammar is not None:
-            await self.prepare(job.params.grammar)
+            await self.prepare(request, job.params.grammar)
         request.state.job, request.state.user = job, body.user
         if body.stream:
             return EventStream(writer.events(), settings)

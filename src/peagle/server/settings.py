@@ -36,7 +36,7 @@ class ServerOptions:
             raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
         if not all(self.served_model_name):
             raise ConfigError("served_model_name must not be empty", hint="omit it to use the target's name")
-        for name in ("request_seconds", "body_seconds", "keep_alive_seconds"):
+        for name in ("request_seconds", "body_seconds", "grammar_seconds", "keep_alive_seconds"):
             if not 0 < getattr(self, name, 1) < 1e7:
                 raise ConfigError(f"{name} must be above 0 and below 10,000,000, got {getattr(self, name)}")
 
@@ -50,6 +50,8 @@ class ServerSettings(ServerOptions):
     max_body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     """time limit for a request body to arrive"""
+    grammar_seconds: float = 5.0
+    """time limit for the grammar of a request to compile"""
     keep_alive_seconds: float = 10.0
     """a stream that is silent for this long gets a comment, so that proxies keep it open"""
     log_format: Literal["auto", "text", "json"] = "auto"
