@@ -80,7 +80,8 @@ class Gate:
         if self.is_json:
             request_log.info("%s", json.dumps(entry))
             return
-        words = [f"{entry['method']} {entry['path']} {entry['status']} in {entry['seconds']:.3f} s"]
+        path = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in entry["path"])
+        words = [f"{entry['method']} {path} {entry['status']} in {entry['seconds']:.3f} s"]
         if entry.get("completion_tokens") is not None:
             words.append(f"{entry['prompt_tokens']} + {entry['completion_tokens']} tokens")
             if entry.get("tokens_per_second") is not None:

@@ -17,16 +17,20 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
+from http import HTTPStatus
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from peagle.errors import ConfigError
 from peagle.server.backend import Backend
 from peagle.server.errors import HttpError, unavailable
 from peagle.server.settings import ServerSettings
+from peagle.server.sse import dumps
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ ABORT_SECONDS = 2.0
 CLOSE_SECONDS = 3
 KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""
+MAX_HEADER_BYTES = 64 * 2**10
 BACKLOG = 2048
 
 S = TypeVar("S", bound=Backend)
@@ -172,12 +177,79 @@ class Lifecycle(Generic[S]):
         task.add_done_callback(self._tasks.discard)
 
 
+class LimitedHttp(HttpToolsProtocol):
+    """uvicorn's connection, with limits on the headers of a request: their size, and how long they may take."""
+
+    def __init__(self, *, header_seconds: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._seconds = header_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = self._num_requests = 0
+        self._is_in_headers, self._is_too_large = True, False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch(KEEP_ALIVE_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_headers, num_requests = self._is_in_headers, self._num_requests
+        if was_in_headers and not self._num_header_bytes:
+            self._watch(self._seconds)
+        super().data_received(data)
+        if was_in_headers and num_requests == self._num_requests and not self.transport.is_closing():
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._is_too_large = True
+                self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        self._watch(None)
+        self._num_requests += 1
+        self._num_header_bytes, self._is_in_headers = 0, False
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._is_too_large = True
+            raise ValueError("the headers are too large")  # the parser stops, and `send_400_response` is called
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_headers = True
+
+    def send_400_response(self, msg: str) -> None:
+        status, message = 400, msg
+        if self._is_too_large:
+            status, message = 431, f"the headers exceed the limit of {MAX_HEADER_BYTES} bytes"
+        self._refuse(HttpError(status, message))
+
+    def _watch(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._num_header_bytes:
+            self.transport.close()
+        elif not self._num_requests or self.cycle.response_complete:
+            self._refuse(HttpError(408, f"the headers did not arrive within {self._seconds:g} s"))
+
+    def _refuse(self, error: HttpError) -> None:
+        body = dumps(error.body())
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
 class Server(uvicorn.Server):
     """uvicorn, which drains on the first signal and stops on the second."""
 
     def __init__(self, app: Starlette, lifecycle: Lifecycle[Any]) -> None:
         config = uvicorn.Config(
             app,
+            http=partial(LimitedHttp, header_seconds=lifecycle.settings.header_seconds),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="on",

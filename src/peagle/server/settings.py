@@ -36,7 +36,7 @@ class ServerOptions:
             raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
         if not all(self.served_model_name):
             raise ConfigError("served_model_name must not be empty", hint="omit it to use the target's name")
-        for name in ("request_seconds", "body_seconds", "grammar_seconds", "keep_alive_seconds"):
+        for name in ("request_seconds", "header_seconds", "body_seconds", "grammar_seconds", "keep_alive_seconds"):
             if not 0 < getattr(self, name, 1) < 1e7:
                 raise ConfigError(f"{name} must be above 0 and below 10,000,000, got {getattr(self, name)}")
 
@@ -48,6 +48,8 @@ class ServerSettings(ServerOptions):
     max_choices: int = 128
     """limit of a request's prompts times n"""
     max_body_bytes: int = 16 * 2**20
+    header_seconds: float = 10.0
+    """time limit for the headers of a request to arrive, from their first byte"""
     body_seconds: float = 30.0
     """time limit for a request body to arrive"""
     grammar_seconds: float = 5.0
