@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -17,7 +19,7 @@ from harness.local_server import running, tiny_llm
 from harness.serve_process import Process
 from harness.tiny_models import tiny_target, write_target
 from peagle.errors import ConfigError
-from peagle.server.lifecycle import bind
+from peagle.server.lifecycle import TEARDOWN_SECONDS, bind
 from peagle.server.service import Service
 from peagle.server.settings import ServerSettings
 
@@ -130,6 +132,38 @@ def test_sigterm_lets_accepted_requests_finish_and_the_status_is_0(model):
     assert found.lines[-1] == "stopped; every accepted request was answered"
     logged = [json.loads(line) for line in found.lines if line.startswith('{"time"')]
     assert [entry["completion_tokens"] for entry in logged if entry["status"] == 200] == [200] * 6
+
+
+HANGS = """
+import sys, time
+from starlette.applications import Starlette
+from peagle.server.backend import Backend
+from peagle.server.lifecycle import Lifecycle, bind, serve
+from peagle.server.settings import ServerSettings
+
+class Stuck(Backend):
+    is_alive, metrics_text, method, max_length = True, None, None, 1
+    async def warm_up(self):
+        print("warm", flush=True)
+    async def close(self):
+        time.sleep(60)
+
+settings = ServerSettings(port=0, drain_seconds=0.2)
+lifecycle = Lifecycle(settings, lambda: None, lambda _: Stuck(("a",), "a", None))
+sys.exit(serve(Starlette(lifespan=lifecycle.lifespan), lifecycle, bind(settings)))
+"""
+
+
+def test_sigterm_ends_a_process_that_hangs_while_it_closes():
+    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "warm\n"
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert time.monotonic() - started < 0.2 + TEARDOWN_SECONDS + 2
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import random
 import threading
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from harness.local_server import running, tiny_llm
+from peagle.engine.async_engine import _Call
 from peagle.sampling_params import SamplingParams
 
 MANY = 256
@@ -150,27 +152,64 @@ def test_drain_under_load_loses_no_accepted_request():
             assert response.status_code == 503 and response.json()["error"]["code"] == "server_draining"
 
 
-def test_requests_that_outlast_the_drain_are_told():
-    with running(lambda: tiny_llm(with_drafter=False, max_length=500), drain_seconds=0.1) as served:
-        body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}
-        found = {}
+def cut(served, begin):
+    """Answers of a whole and a streamed request that are open when `begin` is called."""
+    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}
+    found = {}
 
-        def ask():
-            found["whole"] = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+    def ask():
+        found["whole"] = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
 
-        def follow():
-            with httpx.stream(
-                "POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=60
-            ) as response:
-                found["lines"] = [line for line in response.iter_lines() if line]
+    def follow():
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=60) as response:
+            lines = found["lines"] = []
+            for line in filter(None, response.iter_lines()):
+                lines.append(line)
 
-        threads = [threading.Thread(target=ask), threading.Thread(target=follow)]
-        for thread in threads:
-            thread.start()
-        while served.stats().num_running < 2:
-            pass
-        served.server.lifecycle.begin_drain()
-        for thread in threads:
-            thread.join()
-        assert found["whole"].status_code == 503 and found["whole"].json()["error"]["code"] == "aborted"
-        assert json.loads(found["lines"][-2][6:])["error"]["code"] == "aborted"
+    threads = [threading.Thread(target=ask), threading.Thread(target=follow)]
+    for thread in threads:
+        thread.start()
+    while served.stats().num_running < 2 or not found.get("lines"):
+        pass
+    begin()
+    for thread in threads:
+        thread.join()
+    return found["whole"], found["lines"]
+
+
+@pytest.mark.parametrize("is_engine_stuck", [False, True])
+def test_requests_that_outlast_the_drain_are_told_logged_and_counted(caplog, is_engine_stuck):
+    release = threading.Event()
+
+    def begin():
+        if is_engine_stuck:  # in one long step, as with a long prompt on a busy machine
+            served.service.engine._put(_Call(lambda: release.wait(20), lambda _: None))
+        served.lifecycle.begin_drain()
+
+    with (
+        caplog.at_level(logging.INFO, logger="peagle.server.requests"),
+        running(lambda: tiny_llm(with_drafter=False, max_length=500), drain_seconds=0.1, log_format="json") as served,
+    ):
+        whole, lines = cut(served, begin)
+        release.set()
+    reason = "the server is shutting down, and this answer did not finish within 0.1 s"
+    assert whole.status_code == 503
+    for error in (whole.json()["error"], json.loads(lines[-2][6:])["error"]):
+        assert error["code"] == "aborted" and error["message"] == reason
+    assert lines[-1] == "data: [DONE]"
+    assert served.lifecycle.num_cut == 2
+    assert b"peagle:requests_cut_total 2.0" in served.service.metrics.text()
+    logged = [json.loads(each.getMessage()) for each in caplog.records if each.name == "peagle.server.requests"]
+    assert [(each["status"], each["is_cut"]) for each in logged] == [(503, True)] * 2
+
+
+def test_a_second_signal_ends_streams_with_an_error():
+    with running(lambda: tiny_llm(with_drafter=False, max_length=500)) as served:
+
+        def begin():
+            served.lifecycle.begin_drain()
+            served.lifecycle.begin_cut()
+
+        whole, lines = cut(served, begin)
+    assert whole.status_code == 503 and whole.json()["error"]["code"] == "aborted"
+    assert json.loads(lines[-2][6:])["error"]["message"] == "the server was stopped before this answer was finished"

@@ -384,7 +384,7 @@ def test_answers_that_outlast_the_drain_are_ended_with_an_error(python):
         thread, answers = ask_slowly(proxy, max_tokens=100)
         proxy.server.lifecycle.begin_drain()
         thread.join()
-    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "server_draining"
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "aborted"
 
 
 def test_a_failure_of_the_engine_is_told_in_general_words_and_logged(proxy, caplog):

@@ -32,10 +32,6 @@ class Backend(ABC):
         """Run one request, so that one-time work is done. A backend that fails here is never ready."""
 
     @abstractmethod
-    async def abort_all(self) -> None:
-        """End every open request; its client gets an error."""
-
-    @abstractmethod
     async def close(self) -> None: ...
 
     @abstractmethod

@@ -3,8 +3,9 @@
     starting --> ready --> draining --> (process ends with status 0)
         '--> failed            loading failed: the process ends with that error
 
-SIGTERM and SIGINT begin the drain: new requests get a 503, accepted ones have `drain_seconds` to finish. A second
-signal ends the process at once, with status 128 + its number.
+SIGTERM and SIGINT begin the drain: new requests get a 503, accepted ones have `drain_seconds` to finish. Then they are
+cut: each client gets an error that says why. A second signal cuts at once, with status 128 + its number. Whatever
+hangs, the process ends within TEARDOWN_SECONDS after the drain.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -42,9 +43,12 @@ REFUSALS: dict[State, str] = {
     "dead": "the engine has stopped",
     "failed": "the target could not be loaded",
 }
-ABORT_SECONDS = 2.0
-"""After the drain: time to send aborted requests their errors."""
-CLOSE_SECONDS = 3
+CUT_SECONDS = 1.0
+"""Time to send requests that were cut their errors."""
+CLOSE_SECONDS = 1
+"""Time for connections to close after that."""
+TEARDOWN_SECONDS = 3.0
+"""From the end of the drain to the end of the process, with all of the above."""
 KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""
 MAX_HEADER_BYTES = 64 * 2**10
@@ -71,8 +75,11 @@ class Lifecycle(Generic[S]):
         self.service: S | None = None
         """set when it is warmed up"""
         self.failure: BaseException | None = None
-        self.num_in_flight = 0
+        self.in_flight: set[asyncio.Task[Any]] = set()
         self.is_draining = False
+        self.cut_reason: str | None = None
+        """set when open requests are cut"""
+        self.num_cut = 0
         self.on_end: Callable[[], None] = lambda: None
         """called in the event loop when the drain is over"""
         self._load, self._make, self._cancel = load, make, cancel
@@ -123,11 +130,22 @@ class Lifecycle(Generic[S]):
             else:
                 await asyncio.to_thread(self._cancel)
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight)
+
     def begin_drain(self) -> bool:
         """Begin the drain, from any thread or a signal handler. False if the server does not run."""
+        return self._begin(self._drain)
+
+    def begin_cut(self) -> bool:
+        """The same, without time for open requests."""
+        return self._begin(lambda: self._cut("the server was stopped before this answer was finished"))
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain()))
+                self._loop.call_soon_threadsafe(lambda: self._spawn(work()))
                 return True
         return False
 
@@ -159,11 +177,19 @@ class Lifecycle(Generic[S]):
         self.is_draining = True
         if self.num_in_flight:
             log.info("draining: %d requests have %g s to finish", self.num_in_flight, self.settings.drain_seconds)
-        await self._settle(self.settings.drain_seconds)
-        if self.num_in_flight and self.service is not None:
-            log.warning("aborting %d requests that did not finish in time", self.num_in_flight)
-            await self.service.abort_all()
-            await self._settle(ABORT_SECONDS)
+        seconds = self.settings.drain_seconds
+        await self._settle(seconds)
+        await self._cut(f"the server is shutting down, and this answer did not finish within {seconds:g} s")
+
+    async def _cut(self, reason: str) -> None:
+        """End open requests without the engine, which may be in a long step."""
+        self.is_draining = True
+        if self.num_in_flight and self.cut_reason is None:
+            self.cut_reason = reason
+            log.warning("cutting %d requests that have not finished", self.num_in_flight)
+            for task in self.in_flight:
+                task.cancel()
+            await self._settle(CUT_SECONDS)
         self.on_end()
 
     async def _settle(self, seconds: float) -> None:
@@ -268,12 +294,42 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._num_signals == 1 and self.lifecycle.begin_drain():
+            self._exit_after(self.lifecycle.settings.drain_seconds + TEARDOWN_SECONDS, 0)
             return
-        self.forced_by, self.should_exit, self.force_exit = sig, True, True
+        self.forced_by = sig
         logging.getLogger("uvicorn.error").disabled = True  # cutting requests off is intended here
+        if self._num_signals == 2 and self.lifecycle.begin_cut():
+            self._exit_after(TEARDOWN_SECONDS, 128 + sig)
+        else:
+            self.should_exit = self.force_exit = True
 
     def _end(self) -> None:
+        if self.forced_by is not None:
+            stop_at_once(self.forced_by)
         self.should_exit = True
+
+    def _exit_after(self, seconds: float, status: int) -> None:
+        """End the process then, whatever it waits for: a step, a thread, a connection."""
+
+        def end() -> None:
+            log.warning("stopped before all was closed; %d requests were cut", self.lifecycle.num_cut)
+            exit_now(status)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+
+
+def stop_at_once(signal_number: int) -> NoReturn:
+    log.warning("stopped without draining")
+    exit_now(128 + signal_number)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End without waiting for threads: the loader's or the engine's may be in a kernel, which cannot be interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -300,11 +356,11 @@ def serve(app: Starlette, lifecycle: Lifecycle[Any], listener: socket.socket) ->
     server.run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure
-    if server.forced_by or lifecycle.is_loading:
-        # The loader's or the engine's thread may be inside a kernel, which cannot be interrupted.
-        log.warning("stopped without draining" if server.forced_by else "stopped while the target was loading")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(128 + server.forced_by if server.forced_by else 0)
-    log.info("stopped; every accepted request was answered" if not lifecycle.num_in_flight else "stopped")
+    if server.forced_by is not None:
+        stop_at_once(server.forced_by)
+    if lifecycle.is_loading:
+        log.warning("stopped while the target was loading")
+        exit_now(0)
+    num_cut = lifecycle.num_cut
+    log.info("stopped; %s", f"{num_cut} requests were cut" if num_cut else "every accepted request was answered")
     return 0

@@ -60,6 +60,7 @@ class Metrics(Collector):
         self._labels = (model_name, "0")
         self._is_drift_logged = False
         self.http = Counter("peagle:http_requests", "HTTP requests", ("route", "status"), registry=self.registry)
+        self.cut = Counter("peagle:requests_cut", "Requests that the shutdown cut", registry=self.registry)
         self.gone = Counter("peagle:clients_gone", "Clients that disconnected early", registry=self.registry)
 
     @abstractmethod

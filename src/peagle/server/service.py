@@ -224,10 +224,6 @@ class Service(Backend):
             await unless_gone(request, job.run(), settings.request_seconds)
         return JsonResponse(writer.whole())
 
-    async def abort_all(self) -> None:
-        names = [f"{job.job_id}/{prompt}" for job in self.jobs for prompt in range(len(job.prompts))]
-        await asyncio.gather(*(self.engine.abort(name) for name in names), return_exceptions=True)
-
     async def metrics_text(self) -> bytes:
         try:
             if self.is_alive:

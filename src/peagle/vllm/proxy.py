@@ -22,7 +22,7 @@ from peagle.errors import EngineDeadError, QueueFullError, ServerError
 from peagle.server.app import ExtraRoute, Routes, app_with, read_json
 from peagle.server.auth import ApiKeys
 from peagle.server.backend import Backend
-from peagle.server.errors import HttpError, unavailable
+from peagle.server.errors import HttpError
 from peagle.server.lifecycle import Lifecycle
 from peagle.server.metrics import baseline_of
 from peagle.server.settings import ServerSettings
@@ -126,11 +126,6 @@ class ProxyService(Backend):
     def is_alive(self) -> bool:
         return self.child.returncode is None and self._is_healthy
 
-    async def abort_all(self) -> None:
-        """End the process, which ends every open request with an error."""
-        self._is_ending = True
-        await asyncio.to_thread(self.child.end)
-
     async def close(self) -> None:
         await self._log_death()
         self._is_ending = True
@@ -166,8 +161,6 @@ class ProxyService(Backend):
             self._num_open -= 1
 
     async def _broken(self, error: httpx.HTTPError) -> Exception:
-        if self._is_ending:
-            return unavailable("the server stopped before this answer was finished", "server_draining")
         if death := await self._death():
             return death
         log.error("%s broke off a response: %r", self.engine_name, error)
