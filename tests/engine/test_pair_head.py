@@ -4,6 +4,7 @@ Every draft is compared, not only how many of them were accepted.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from peagle.targets.hf import HFTarget
 
 DEPTHS = 8
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+NEAR = 1e-5
 PROMPTS = [[1, 117, 115, 200, 17], [1, 9, 33, 260], [1, 41, 77, 8, 150, 64]]
 
 
@@ -60,16 +62,16 @@ def with_head(drafter: Drafter, head: PairHead | None) -> Drafter:
 
 
 def engine_drafts(target: HFTarget, drafter: Drafter, prompt: list[int], depth: int, **settings: Any) -> list[Any]:
-    """The newest token and the drafts behind it after each step of an engine, and the answer."""
+    """The newest token and the drafts behind it, with their scores, after each step of an engine, and the answer."""
     engine = Engine(target, drafter, depth, EngineConfig(max_batch=1, max_length=96, **settings))
     engine.add(prompt, GREEDY)
     found, outputs = [], []
     while engine.has_work:
         outputs += engine.step()
         state = engine.runner.state
-        is_draft = (state.confidence[0] > float("-inf")).tolist()
         newest, *drafts = state.tokens[0].tolist()
-        found.append((newest, [token for token, is_one in zip(drafts, is_draft, strict=True) if is_one]))
+        scored = zip(drafts, state.confidence[0].tolist(), strict=True)
+        found.append((newest, [(token, score) for token, score in scored if score > float("-inf")]))
     engine.close()
     return [*found, list(outputs[0].outputs[0].token_ids)]
 
@@ -80,6 +82,14 @@ def reference_drafts(steps: list[Step]) -> list[Any]:
     return list(zip(newest, drafts, strict=False))
 
 
+def in_order_of(expected: list[int], scored: list[tuple[int, float]]) -> list[int]:
+    """The drafts of an engine; neighbors whose scores differ by rounding alone are in the order expected."""
+    for place, ((token, score), (other, lower)) in enumerate(pairwise(scored)):
+        if score - lower < NEAR and expected[place : place + 2] == [other, token]:
+            scored = [*scored[:place], (other, lower), (token, score), *scored[place + 2 :]]
+    return [token for token, _ in scored]
+
+
 def assert_same_drafts(target: HFTarget, drafter: Drafter, depth: int, tree_nodes: int | None) -> list[list[Any]]:
     all_drafts = []
     for prompt in PROMPTS:
@@ -87,7 +97,9 @@ def assert_same_drafts(target: HFTarget, drafter: Drafter, depth: int, tree_node
         steps = list(decode(target, prompt, GREEDY, drafter=drafter, **settings))
         *found, answer = engine_drafts(target, drafter, prompt, depth, tree_nodes=tree_nodes)
         expected = reference_drafts(steps)[1:]  # an engine's first step prefills and decodes
-        assert expected and found[: len(expected)] == expected
+        assert 0 < len(expected) <= len(found)
+        for (newest, scored), (expected_newest, drafts) in zip(found, expected, strict=False):
+            assert newest == expected_newest and in_order_of(drafts, scored) == drafts
         assert answer == [token for step in steps for token in step.token_ids]
         all_drafts.append(expected)
     return all_drafts
