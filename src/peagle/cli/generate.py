@@ -290,7 +290,8 @@ def not_lossless(run: Run, tolerance: float) -> str:
 
 def comparison(plain: Run, drafted: Run) -> Table:
     ids = [[each.token_ids for each in run.answers] for run in (plain, drafted)]
-    colors = ", ".join(f"[{style}]{kind}[/]" for kind, style in STYLES.items())
+    shown = {kind: style for kind, style in STYLES.items() if kind != "tolerated" or drafted.num_tolerated_tokens}
+    colors = ", ".join(f"[{style}]{kind}[/]" for kind, style in shown.items())
     in_all = (drafted.num_tokens / drafted.seconds) / (plain.num_tokens / plain.seconds)
     speed_up = f"speed-up {in_all:.2f}x in all"
     if plain.tokens_per_second and drafted.tokens_per_second:
