@@ -79,7 +79,7 @@ def settings(data, earlier, output, **changes):
     return TrainConfig(data=data, output=output, **(values | changes))
 
 
-@pytest.fixture(scope="module", params=["projected", "free"])
+@pytest.fixture(scope="module", params=["projected", pytest.param("free", marks=pytest.mark.slow)])
 def finished(request, target, data, earlier, tmp_path_factory):
     config = settings(data, earlier, tmp_path_factory.mktemp(request.param) / "drafter", pair_tables=request.param)
     return config, train_drafter(target, config, ignore)
@@ -133,7 +133,7 @@ def test_a_copy_with_a_head_passes_the_gate(target, finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [None, 120])
+@pytest.mark.parametrize("vocabulary", [pytest.param(None, marks=pytest.mark.slow), 120])
 def test_an_interrupted_run_ends_with_the_same_head_without_the_earlier_drafter(
     target, data, earlier, tmp_path, vocabulary
 ):
