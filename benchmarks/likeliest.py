@@ -2,9 +2,9 @@
 
     python benchmarks/likeliest.py [--rows 1 7 64 448 2048] [--vocab 49152 201088 262144] [--width 16]
 
-Microseconds per call, in a CUDA graph of calls on the same bfloat16 logits: as in a step, they are in the L2 cache if
-they fit. `read` is what reading them once from memory takes at --bandwidth. torch.topk and torch.argmax give no
-log-probabilities; ours do. For one token, `likeliest` is timed as well as `likeliest_tokens`.
+Microseconds per call, in a CUDA graph of calls on the same bfloat16 logits. They stay in the L2 cache if they fit, as
+they do when the engine decodes. `read` is what reading them once from memory takes at --bandwidth. torch.topk and
+torch.argmax give no log-probabilities; ours do. For one token, `likeliest` is timed as well as `likeliest_tokens`.
 
 Legend: N rows, V vocabulary.
 """

@@ -309,7 +309,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _exit_after(self, seconds: float, status: int) -> None:
-        """End the process then, whatever it waits for: a step, a thread, a connection."""
+        """End the process after `seconds`, even if it still waits for the engine, a thread or a connection."""
 
         def end() -> None:
             log.warning("stopped before all was closed; %d requests were cut", self.lifecycle.num_cut)
