@@ -9,9 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from harness.model_families import BASE, FAMILIES, family_target
 from harness.tiny_models import tiny_tokenizer
 from peagle.errors import TargetError
+from peagle.kernels import attention
 from peagle.kernels.attention import PagedRows
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import PagedTarget
+from peagle.worker.graphs import compile_once
 
 TEXT = [(13 * place) % 260 + 4 for place in range(19)]
 
@@ -43,6 +45,32 @@ def test_pieces_of_a_text_give_the_logits_and_states_of_one_forward(family: str)
         assert torch.allclose(aux_NA, whole.aux_hidden_BTA[0, start:end], atol=2e-4), f"states {start}..{end}"
     last_RV, _ = paged.forward(ids, positions, memory, rows_of(8, 11), torch.tensor([10]))
     assert torch.allclose(last_RV, whole.logits_BTV[0, -1:], atol=2e-4), "logits of chosen rows only"
+    paged.close()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_layers_write_their_own_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the attention kernel, here interpreted, is an operator that torch.compile sees from outside."""
+    pytest.importorskip("triton")
+    target = family_target("llama")
+    whole = target.forward(torch.tensor([TEXT]))
+    monkeypatch.setattr(attention, "paged_attention_torch", attention.paged_attention_triton)
+    paged = PagedTarget(target, compile_once)
+    memory = paged.new_memory(6, 4)
+    for start, end in ((0, 7), (7, 19)):
+        ids, positions = torch.tensor(TEXT[start:end]), torch.arange(start, end)
+        logits_NV, _ = paged.forward(ids, positions, memory, rows_of(start, end - start), None)
+        assert torch.allclose(logits_NV, whole.logits_BTV[0, start:end], atol=2e-4), f"logits {start}..{end}"
+    paged.close()
+
+
+def test_the_keys_and_the_values_of_a_layer_share_no_memory() -> None:
+    """torch.compile gets wrong results from two arguments that are written and share memory."""
+    paged = PagedTarget(family_target("llama"))
+    memory = paged.new_memory(6, 4)
+    keys, values = memory[1]
+    assert keys.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
     paged.close()
 
 

@@ -36,8 +36,9 @@ class LayerShape:
 class Memory:
     """The pages of a KV cache. `memory[layer]` are a layer's keys and values, each [pages, page_size, G, E].
 
-    Zeroed: unused entries must not contain NaN. Layers of one shape share a tensor, so that few launches move entries
-    in all of them.
+    Zeroed: unused entries must not contain NaN. The keys of all layers of one shape share a tensor, and so do their
+    values, so that few launches move entries in all layers. Keys and values must not share one: torch.compile gets
+    wrong results from two arguments that are written and share memory.
     """
 
     def __init__(
@@ -48,11 +49,10 @@ class Memory:
         pages: dict[int, tuple[Tensor, Tensor]] = {}
         for shape in dict.fromkeys(layers):
             own = [index for index, layer in enumerate(layers) if layer == shape]
-            size = (len(own), 2, num_pages, page_size, shape.num_groups, shape.width)
-            block = torch.zeros(size, dtype=dtype, device=device)
-            self._blocks.append(block.view(2 * len(own), num_pages * page_size, shape.num_groups, shape.width))
-            for place, index in enumerate(own):
-                pages[index] = block[place, 0], block[place, 1]
+            size = (len(own), num_pages, page_size, shape.num_groups, shape.width)
+            keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+            self._blocks += [keys.flatten(1, 2), values.flatten(1, 2)]
+            pages |= {index: (keys[place], values[place]) for place, index in enumerate(own)}
         self._layers = [pages[index] for index in range(len(layers))]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
