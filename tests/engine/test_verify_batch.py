@@ -16,9 +16,11 @@ from peagle.engine.engine import Engine
 from peagle.engine.outputs import Update
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import verify_sizes
+from peagle.scheduling.draft_budget import DraftCurve
 from peagle.targets.hf import HFTarget
 from peagle.worker.row_state import RowState
-from peagle.worker.verify_batch import all_drafts, likeliest_counts, likeliest_drafts, num_verify_tokens
+from peagle.worker.verify_batch import all_drafts, draft_curve, likeliest_counts, likeliest_drafts
 
 PAGE_SIZE = 4
 MAX_POSITION = 60
@@ -116,11 +118,31 @@ def test_requests_that_want_fewer_drafts_and_rows_that_are_nobodys_leave_room_fo
 
 
 def test_rows_are_shared_only_beyond_the_limit() -> None:
-    assert num_verify_tokens(5, 7, None) == 40
-    assert num_verify_tokens(5, 7, 40) == 40
-    assert num_verify_tokens(6, 7, 40) == 40
-    assert num_verify_tokens(30, 7, 40) == 60, "the first draft of each, whatever the limit"
-    assert num_verify_tokens(30, 0, 40) == 30, "plain decoding has nothing to leave out"
+    assert verify_sizes(5, 7, 0) == (5, 40)
+    assert verify_sizes(5, 7, 40) == (5, 40)
+    assert verify_sizes(6, 7, 40) == (6, 40)
+    assert verify_sizes(30, 7, 40) == (30, 60), "the first draft of each, whatever the limit"
+    assert verify_sizes(30, 0, 40) == (30,), "plain decoding has nothing to leave out"
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=st.integers(1, 256), num_drafts=st.integers(0, 62))
+def test_sizes_to_choose_from_have_room_for_a_draft_each_or_none(batch: int, num_drafts: int) -> None:
+    plain, *others = verify_sizes(batch, num_drafts)
+    assert plain == batch and all(2 * batch <= size <= batch * (num_drafts + 1) for size in others)
+    assert bool(others) == bool(num_drafts)
+
+
+def test_a_curve_tells_what_the_likeliest_drafts_bring() -> None:
+    torch.manual_seed(0)
+    confidence_RM = (torch.rand(9, 6) * 0.9 + 0.05).log().cumsum(1)
+    confidence_RM[3] = float("-inf")
+    rows_B = torch.tensor([0, 3, 5, 8])
+    curve = DraftCurve(*draft_curve(confidence_RM, rows_B).tolist())
+    sorted_N = confidence_RM[rows_B].flatten().exp().sort(descending=True).values
+    for num_drafts in range(1, 18):
+        assert curve.expected(num_drafts) == pytest.approx(float(sorted_N[:num_drafts].sum()), abs=0.12)
+    assert curve.expected(0) == 0 and curve.expected(99) == pytest.approx(float(sorted_N.sum()), abs=0.02)
 
 
 # In an engine ---------------------------------------------------------------------------------------------------------

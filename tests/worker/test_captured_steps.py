@@ -21,6 +21,7 @@ from peagle.engine.outputs import RequestOutput
 from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.scheduling.config import EngineConfig
+from peagle.scheduling.draft_budget import DraftBudget
 from peagle.targets.hf import HFTarget
 from peagle.worker import captured_steps
 from peagle.worker.graphs import CaptureError
@@ -70,6 +71,7 @@ def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest
     own = drafter if request.param else None
     engine = Engine(family_target("llama", seed=3), own, request.param, EngineConfig(**SMALL))  # type: ignore[arg-type]
     monkeypatch.setattr(captured_steps, "capture", capture)
+    monkeypatch.setattr(captured_steps, "replay_seconds", lambda *_: 1.0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine.runner.capture_steps(lambda *_: None)
     yield engine
@@ -176,9 +178,11 @@ def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
     engine.runner.capture_steps(lambda *_: None)
     captured = engine.runner.captured
     assert captured is not None
-    num_decodes = len(captured.decode_sizes) * (2 if engine.drafter else 1)  # also without drafts
-    assert engine.runner.capture_cost.num_graphs == 2 * (num_decodes + len(captured.prefill_sizes))
-    assert sum(shape.is_adjusted for shape in captured.decodes) == num_decodes
+    sizes = {shape for shape in captured.decodes if not shape.is_adjusted}
+    adjusted = captured.decodes.keys() - sizes
+    assert {shape.batch for shape in adjusted} == set(captured.decode_sizes)
+    assert len(adjusted) == len(captured.decode_sizes) * (2 if engine.drafter else 1), "all drafts, and none"
+    assert engine.runner.capture_cost.num_graphs == len(sizes) + len(adjusted) + 2 * len(captured.prefill_sizes)
 
 
 def test_requests_without_drafts_replay_a_step_without_drafts(
@@ -196,3 +200,39 @@ def test_requests_without_drafts_replay_a_step_without_drafts(
     for name, prompt in zip(names, PROMPTS, strict=False):
         steps = decode(target, prompt, params)
         assert outputs[name].outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)
+
+
+def seconds_of(engine: Engine, cost: Callable[[int, int], float]) -> dict[int, dict[int, float]]:
+    """Made-up seconds per step, by requests and tokens of the pass."""
+    captured = engine.runner.captured
+    assert captured is not None
+    return {size: {num: cost(size, num) for num in captured.verify_sizes(size)} for size in captured.decode_sizes}
+
+
+def serve(engine: Engine, indices: range) -> list[RequestOutput]:
+    names = [engine.add(PROMPTS[index], SamplingParams(max_tokens=12, ignore_eos=True)) for index in indices]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+        engine.check_integrity()
+    return [outputs[name] for name in names]
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_drafts_that_do_not_pay_are_paused_and_the_next_request_tries_again(engine: Engine, target: HFTarget) -> None:
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0))
+    for _ in range(2):
+        before = engine.stats().num_drafts
+        outputs = serve(engine, range(4))
+        for index, output in enumerate(outputs):
+            steps = decode(target, PROMPTS[index], SamplingParams(max_tokens=12, ignore_eos=True))
+            assert output.outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)
+        assert engine.stats().num_drafts - before <= 2 * 4, "one step with drafts, or two, then none"
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_drafts_that_cost_nothing_are_all_verified(engine: Engine) -> None:
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0))
+    serve(engine, range(4))
+    stats = engine.stats()
+    assert stats.num_draft_tokens == NUM_DRAFT_TOKENS * stats.num_drafts > 0

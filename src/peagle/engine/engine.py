@@ -254,6 +254,7 @@ class Engine:
         while len(self._launches) > depth:
             launch = self._launches.popleft()
             emissions = launch.collect()
+            self.runner.observe(launch)
             for scores in launch.scores():
                 if scores.request.epoch == scores.epoch:
                     entries = scores.logprobs.to_list()

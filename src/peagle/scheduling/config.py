@@ -8,7 +8,8 @@ GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
 GPU_MAX_DELAY = 8
 """Steps that a new request waits, at most, to share its prefill pass with others."""
-GPU_VERIFY_TOKENS = 320
+VERIFY_SIZES = (64, 128, 192, 256, 320, 448, 640)
+"""Tokens of the verification passes that the engine chooses from."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
 """Chunks of the smallest and the largest prefill pass. The last chunk holds the padding."""
 
@@ -55,8 +56,8 @@ class EngineConfig(EngineOptions):
     tree_nodes: int | None = None
     """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens"""
     verify_tokens: int | None = None
-    """maximum tokens of a verification pass. If the batch has more, the engine verifies the first draft of each
-    request, then the drafts most likely to be accepted. 0: verify all. Default: 320 on a GPU, all on a CPU"""
+    """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
+    each request, then the drafts most likely to be accepted. 0: verify all. Default: what pays, see `draft_budget`"""
     capture_adjusted: bool = False
     """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
 
@@ -75,6 +76,24 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
     powers = [2**exponent for exponent in range(max_batch.bit_length())]
     between = [3 * power // 2 for power in powers if power >= 16]
     return (*sorted(size for size in powers + between if size < max_batch), max_batch)
+
+
+def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple[int, ...]:
+    """Sizes of the verification passes of a batch with up to `num_drafts` drafts each, to choose from.
+
+    The first is plain decoding. Others have room for at least one draft per request. With a `limit`, as in
+    `EngineConfig.verify_tokens`, there is one of them.
+
+    >>> verify_sizes(1, 16), verify_sizes(8, 16), verify_sizes(64, 16)
+    ((1, 17), (8, 64, 136), (64, 128, 192, 256, 320, 448, 640))
+    >>> verify_sizes(8, 0), verify_sizes(8, 16, limit=0), verify_sizes(64, 7, limit=320)
+    ((8,), (8, 136), (64, 320))
+    """
+    most = batch * (num_drafts + 1)
+    if limit is not None:
+        return tuple(sorted({batch, min(most, max(limit, 2 * batch)) if limit else most}))
+    between = (size for size in VERIFY_SIZES if 2 * batch <= size <= 0.8 * most)
+    return tuple(sorted({batch, *between, min(most, max(2 * batch, VERIFY_SIZES[-1]))}))
 
 
 def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -77,6 +77,8 @@ class Request:
     """its row in `RowState` while it runs"""
     epoch: int = field(init=False, default=0)
     """incremented when the request loses its row; results launched under an older epoch are void"""
+    is_paused: bool = field(init=False, default=False)
+    """whether it decodes without drafts, because they did not pay; the drafter's KV cache has gaps since then"""
     num_in_flight: int = field(init=False, default=0)
     """launched passes whose tokens the host has not seen"""
 
@@ -113,6 +115,10 @@ class Request:
         return self.row is not None
 
     @property
+    def has_drafts(self) -> bool:
+        return self.num_draft_tokens > 0 and not self.is_paused
+
+    @property
     def wants_decode(self) -> bool:
         """Whether one more pass may be launched and can add tokens; each pass in flight adds at least one."""
         if self.guide is not None and self.num_in_flight:
@@ -135,6 +141,7 @@ class Request:
     def drop_device_state(self) -> None:
         """Keep only the tokens. The caller has freed row and pages; results in flight become void."""
         self.row = None
+        self.is_paused = False  # prefill fills the drafter's KV cache anew
         self.epoch += 1
         self.pages, self.draft_ids, self.draft_parents = [], [], []
         self.num_in_flight = self.num_prefilled = self.write_from = self.num_registered = 0

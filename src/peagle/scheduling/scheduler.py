@@ -198,7 +198,7 @@ class Scheduler:
         # The newest token is not in the KV cache yet. Everything before it is, and is never written again.
         num_written = len(request.token_ids) - 1
         fills_page = num_written >= (request.num_registered + 1) * self.pages.page_size
-        if fills_page and (request.num_draft_tokens or not self.config.has_drafter):
+        if fills_page and (request.has_drafts or not self.config.has_drafter):
             self._register(request, num_written)
 
     # The plan ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.scheduling.config import decode_buckets, prefill_buckets
+from peagle.scheduling.config import decode_buckets, prefill_buckets, verify_sizes
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.graphs import CaptureCost, capture, replay_seconds
@@ -37,8 +37,8 @@ class DecodeShape(NamedTuple):
     """A decode step with a graph of its own."""
 
     batch: int
-    is_plain: bool
-    """without drafts"""
+    num_tokens: int
+    """of the verification pass; as many as requests if there are no drafts"""
     is_adjusted: bool
 
 
@@ -61,10 +61,11 @@ class CapturedSteps:
         max_batch: int,
         prefill_tokens: int,
         transfers: Transfers,
+        verify_tokens: int | None,
     ) -> None:
-        """`plain_step` decodes without drafts; without a drafter it is `step`."""
+        """`plain_step` decodes without drafts; without a drafter it is `step`. `verify_tokens` as in `EngineConfig`."""
         self.step, self.plain_step, self._prefill = step, plain_step, prefill
-        self.max_batch, self._transfers = max_batch, transfers
+        self.max_batch, self._transfers, self._verify_tokens = max_batch, transfers, verify_tokens
         self.device, self._padding_row = step.state.length.device, step.state.padding_row
         self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(prefill_tokens)
         self._pool = torch.cuda.graph_pool_handle()
@@ -82,21 +83,25 @@ class CapturedSteps:
         With `adjustments`, capture the passes that adjust logits too; else they are captured when first needed.
         """
         started, free = time.perf_counter(), free_bytes(self.device)
-        kinds = (False,) if self.step is self.plain_step else (False, True)
-        shapes = [DecodeShape(size, is_plain, False) for is_plain in kinds for size in reversed(self.decode_sizes)]
+        shapes = [
+            DecodeShape(size, num_tokens, False)
+            for size in reversed(self.decode_sizes)
+            for num_tokens in reversed(self.verify_sizes(size))
+        ]
         total = len(shapes) + len(self.prefill_sizes)
         for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
             upload = self._empty_upload(bucket)
             self._prefills[bucket] = upload, capture(self._prefill_of(upload, bucket, None), self._pool)
         for num_done, shape in enumerate(shapes, start=len(self.prefill_sizes)):
-            progress(f"decoding {shape.batch} requests{' without drafts' * shape.is_plain}", num_done, total)
+            progress(f"decoding {shape.batch} requests, {shape.num_tokens} tokens", num_done, total)
             self._decode_replay(shape, None)
         if adjustments is not None:
             for bucket in reversed(self.prefill_sizes):
                 self._adjusted_prefill(bucket, adjustments)
-            for shape in shapes:
-                self._decode_replay(shape._replace(is_adjusted=True), adjustments)
+            for size in reversed(self.decode_sizes):
+                for num_tokens in {size, self.most_tokens(size)}:
+                    self._decode_replay(DecodeShape(size, num_tokens, True), adjustments)
         progress("ready", total, total)
         num_graphs = len(self._prefills) + len(self.adjusted_prefills) + len(self.decodes)
         cost = CaptureCost(num_graphs, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
@@ -115,11 +120,10 @@ class CapturedSteps:
         self._transfers.send(upload, self._prefills[bucket][0])
         return replay()
 
-    def decode(self, rows: Sequence[int], adjustments: Adjustments | None, is_plain: bool) -> PassResult:
-        """Replay a decode step of these rows, padded to a captured size; `is_plain`: none of them has drafts."""
-        size = self._size(len(rows))
-        is_plain &= self.step is not self.plain_step
-        replay = self._decode_replay(DecodeShape(size, is_plain, adjustments is not None), adjustments)
+    def decode(self, rows: Sequence[int], adjustments: Adjustments | None, num_tokens: int) -> PassResult:
+        """Replay a decode step of these rows, padded to a captured size, with a pass of `num_tokens`."""
+        size = self.size(len(rows))
+        replay = self._decode_replay(DecodeShape(size, num_tokens, adjustments is not None), adjustments)
         padded = [*rows, *[self._padding_row] * (size - len(rows))]
         if padded != self._rows:
             self._transfers.send(np.array(padded, np.int64), self._row_tensors[size])
@@ -151,8 +155,8 @@ class CapturedSteps:
     @contextmanager
     def _sequences(self, batch: int, num_pages: int) -> Iterator[tuple[Tensor, Callable[[], PassResult]]]:
         """The rows of a decode step and its replay, with a sequence of its own pages in every row."""
-        state, size = self.step.state, self._size(batch)
-        rows, replay = self._row_tensors[size], self.decodes[DecodeShape(size, False, False)]
+        state, size = self.step.state, self.size(batch)
+        rows, replay = self._row_tensors[size], self.decodes[DecodeShape(size, max(self.verify_sizes(size)), False)]
         saved = rows.clone(), state.page_table.clone()
         rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
         num_columns = state.page_table.shape[1] - 1
@@ -181,8 +185,29 @@ class CapturedSteps:
         self.step.state.length.zero_()
         return best
 
-    def _size(self, num_rows: int) -> int:
+    def size(self, num_rows: int) -> int:
+        """The captured batch size for a number of rows."""
         return next(size for size in self.decode_sizes if size >= num_rows)
+
+    def most_tokens(self, size: int) -> int:
+        """Tokens of a pass with all drafts of a batch."""
+        return size * self.step.state.tokens.shape[1]
+
+    def verify_sizes(self, size: int) -> tuple[int, ...]:
+        """Tokens of the verification passes of a batch, to choose from."""
+        return verify_sizes(size, self.step.state.tokens.shape[1] - 1, self._verify_tokens)
+
+    @torch.no_grad()
+    def decode_seconds(self, num_pages: int) -> dict[int, dict[int, float]]:
+        """Device time per decode step, by batch size and tokens of the pass. Only while no request runs."""
+        seconds: dict[int, dict[int, float]] = {}
+        for size in self.decode_sizes:
+            with self._sequences(size, num_pages):
+                seconds[size] = {
+                    num_tokens: self._seconds(self.decodes[DecodeShape(size, num_tokens, False)], 256, repeats=5)
+                    for num_tokens in self.verify_sizes(size)
+                }
+        return seconds
 
     def _decode_replay(self, shape: DecodeShape, adjustments: Adjustments | None) -> Callable[[], PassResult]:
         """The replay of a decode step; captures it if it is new."""
@@ -192,8 +217,8 @@ class CapturedSteps:
             )
             rows.fill_(self._padding_row)  # the warm-up runs the step, and must not touch a request's row
             self.forget_rows()
-            step = self.plain_step if shape.is_plain else self.step
-            self.decodes[shape] = capture(lambda: step.decode(rows, adjustments), self._pool)
+            step = self.plain_step if shape.num_tokens == shape.batch else self.step
+            self.decodes[shape] = capture(lambda: step.decode(rows, adjustments, shape.num_tokens), self._pool)
         return self.decodes[shape]
 
     def _adjusted_prefill(self, bucket: Bucket, adjustments: Adjustments) -> Callable[[], PassResult]:

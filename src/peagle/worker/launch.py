@@ -27,6 +27,8 @@ class PassResult(NamedTuple):
     """the row of the logits that each token of each request comes from"""
     scored_logits_SV: Tensor | None = None
     """logits of the prompt tokens that `Prefill` was asked to score"""
+    curve_2T: Tensor | None = None
+    """the new drafts by probability, as in `DraftCurve`"""
 
 
 class Emission(NamedTuple):
@@ -67,11 +69,20 @@ class Pass:
     lines: list[int]
     """the line of each request in `emitted`"""
     is_decode: bool
+    num_expected: float | None = None
+    """drafts that should be accepted, as in `Choice`; None if nobody chose"""
+    curve: Tensor | None = None
+    """the drafts for the next pass, as in `DraftCurve`"""
     logprobs: dict[int, LogprobSpan] = field(default_factory=dict)
     """by place in `requests`"""
     scores: list[PromptScores] = field(default_factory=list)
     newest: dict[int, Tensor] = field(default_factory=dict)
     """for requests with a grammar, by place in `requests`: newest token and drafts, and the parent of each, [2, L]"""
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted drafts."""
+        return int((self.emitted[:, 0] - 1).sum())
 
     def add_logprobs(self, result: PassResult, logprobs: LaunchLogprobs) -> None:
         """Compute the log-probabilities of the emitted tokens for the requests that ask for them."""

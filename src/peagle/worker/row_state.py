@@ -127,7 +127,7 @@ class HostRows:
 
     def write_settings(self, request: Request) -> None:
         row, params = request.row, request.params
-        self.max_draft[row] = request.num_draft_tokens
+        self.max_draft[row] = request.num_draft_tokens if request.has_drafts else 0
         self.seed[row] = params.seed
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k

@@ -18,7 +18,8 @@ from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
-from peagle.scheduling.config import GPU_VERIFY_TOKENS, EngineConfig
+from peagle.scheduling.config import EngineConfig, verify_sizes
+from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
 from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
@@ -38,6 +39,7 @@ from peagle.worker.prefill import Prefill
 from peagle.worker.row_state import HostRows, RowState
 from peagle.worker.step import Step, run_eagerly
 from peagle.worker.transfers import Transfers
+from peagle.worker.verify_batch import num_drafts
 
 USUAL_CPU_BATCH = 4
 """Batch size that plain decoding on a CPU is tuned for."""
@@ -50,6 +52,8 @@ class Runner:
 
     captured: CapturedSteps | None = None
     """None if passes run eagerly: on a CPU, with `eager`, and for targets that synchronize with the device"""
+    budget: DraftBudget | None = None
+    """chooses how many drafts to verify; None: all, or a fixed limit"""
     adjustments: Adjustments | None = None
     """tables for penalties, biases and grammars, allocated when a request first needs them"""
 
@@ -127,7 +131,13 @@ class Runner:
     def capture_steps(self, progress: Progress) -> None:
         """Capture every batch shape. Falls back to eager launches if the target cannot be captured."""
         captured = CapturedSteps(
-            self.step, self.plain_step, self.prefill, self.max_batch, self.config.prefill_tokens, self._transfers
+            self.step,
+            self.plain_step,
+            self.prefill,
+            self.max_batch,
+            self.config.prefill_tokens,
+            self._transfers,
+            self.config.verify_tokens,
         )
         if self.config.capture_adjusted:
             self.prepare_adjustments()
@@ -141,6 +151,8 @@ class Runner:
             log.warning("this is slower; load a mixture-of-experts target in bfloat16 to capture it")
             return
         self.captured = captured
+        if self.drafter is not None and self.config.verify_tokens is None:
+            self.budget = DraftBudget(captured.decode_seconds(self.kv_cache.num_pages))
 
     def prepare_adjustments(self) -> None:
         """Allocate the tables for penalties, biases and grammars, if they do not exist yet."""
@@ -258,18 +270,56 @@ class Runner:
     def _decode(self, requests: Sequence[Request], logprobs: LaunchLogprobs) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
-        is_plain = not any(request.num_draft_tokens for request in requests)
+        choice = self._choose(requests, adjustments is not None)
         if self.captured is not None:
-            result = self.captured.decode(rows, adjustments, is_plain)
+            result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
-            step = self.plain_step if is_plain else self.step
-            result = step.decode(torch.tensor(rows, device=self.device), adjustments)
+            step = self.plain_step if choice.num_tokens == len(rows) else self.step
+            result = step.decode(torch.tensor(rows, device=self.device), adjustments, choice.num_tokens)
         emitted = self._transfers.fetch(result.emitted_BE[: len(rows)])
         epochs = [request.epoch for request in requests]
         made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
+        if self.budget is not None and result.curve_2T is not None:
+            made.num_expected, made.curve = choice.num_expected, self._transfers.fetch(result.curve_2T)
         made.add_logprobs(result, logprobs)
         self._fetch_drafts(made)
         return made
+
+    def _choose(self, requests: Sequence[Request], is_adjusted: bool) -> Choice:
+        """The tokens of the verification pass. Requests whose drafts do not pay are paused."""
+        size = len(requests) if self.captured is None else self.captured.size(len(requests))
+        drafting = [request for request in requests if request.has_drafts]
+        sizes = verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0)
+        if not drafting:
+            return Choice(size, 0.0)
+        if is_adjusted:
+            return Choice(size * self.state.tokens.shape[1], 0.0)
+        if self.budget is None:
+            return Choice(self._fewest_tokens(requests, max(sizes)), 0.0)
+        choice = self.budget.choose(size, len(drafting))
+        if choice.num_tokens == size:
+            for request in drafting:
+                request.is_paused = True
+                self.rows.max_draft[request.row] = 0
+            self._transfers.send(self.rows.max_draft, self.state.max_draft)
+        return choice
+
+    def _fewest_tokens(self, requests: Sequence[Request], limit: int) -> int:
+        """On a CPU shapes may depend on values: a request without drafts has one token."""
+        if self.captured is not None or self.is_asynchronous:
+            return limit
+        rows_B = torch.tensor([request.row for request in requests])
+        return min(limit, len(requests) + int(num_drafts(self.state.confidence[rows_B]).sum()))
+
+    def observe(self, launch: Launch) -> None:
+        """Let the budget learn from a collected launch."""
+        for made in launch.passes:
+            if self.budget is None or made.curve is None or made.num_expected is None:
+                continue
+            self.budget.observe_accepted(made.num_accepted, made.num_expected)
+            counts, sums = made.curve.tolist()
+            if counts[-1]:
+                self.budget.observe(DraftCurve(counts, sums), sum(request.has_drafts for request in made.requests) or 1)
 
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""
@@ -306,16 +356,13 @@ class Runner:
     def _make_passes(self, compile: Compile) -> None:
         """Prefill and decode step, with drafting if there is a drafter."""
         config, max_position = self.config, self.target.max_length - 1
-        verify_tokens = config.verify_tokens or None
-        if config.verify_tokens is None and self.device.type == "cuda":
-            verify_tokens = GPU_VERIFY_TOKENS
         drafting = None
         if self.drafter is not None:
-            memory, needs_confidence = self.kv_cache.drafter_memory, verify_tokens is not None
+            memory, needs_confidence = self.kv_cache.drafter_memory, bool(config.verify_tokens)
             drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)
-        self.step = self.plain_step = Step(self.paged_target, drafting, *shared, verify_tokens)
+        self.step = self.plain_step = Step(self.paged_target, drafting, *shared)
         if drafting is not None:
             self.plain_step = Step(self.paged_target, None, self.state.without_drafts(), *shared[1:])
 

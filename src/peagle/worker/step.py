@@ -40,9 +40,8 @@ from peagle.worker.verify_batch import (
     VerifyBatch,
     all_drafts,
     cells,
+    draft_curve,
     likeliest_drafts,
-    num_drafts,
-    num_verify_tokens,
 )
 
 
@@ -64,8 +63,7 @@ def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
 class Step:
     """Decode steps over the target's KV cache. All state is on the device.
 
-    `verify_tokens` limits the tokens of a verification pass; see `num_verify_tokens`. `compile` is applied to what runs
-    before and after the layers, which is many small operations.
+    `compile` is applied to what runs before and after the layers, which is many small operations.
     """
 
     def __init__(
@@ -76,27 +74,33 @@ class Step:
         memory: Memory,
         max_position: int,
         compile: Compile = run_eagerly,
-        verify_tokens: int | None = None,
     ) -> None:
         self.target, self.drafting, self.state, self.memory = target, drafting, state, memory
         self.page_size, self.max_position = memory.page_size, max_position
-        self.verify_tokens = verify_tokens
         self._run_all_drafts = compile(all_drafts)
         self._run_likeliest_drafts = compile(likeliest_drafts)
         self._run_accept = compile(self._accept)
         self._run_accept_adjusted = compile(self._accept_adjusted)
         self._run_moves = compile(self._moves)
+        self._run_curve = compile(draft_curve)
 
-    def decode(self, rows_B: Tensor, adjustments: Adjustments | None = None) -> PassResult:
-        """Run one step for these rows. Pass `adjustments` if a request among them adjusts its logits."""
-        verified = self.verify(rows_B, adjustments)
+    def decode(
+        self, rows_B: Tensor, adjustments: Adjustments | None = None, num_tokens: int | None = None
+    ) -> PassResult:
+        """Run one step for these rows. Pass `adjustments` if a request among them adjusts its logits.
+
+        `num_tokens` limits the verification pass to the likeliest drafts; adjusted passes verify all.
+        """
+        verified = self.verify(rows_B, adjustments, num_tokens)
         self.draft(rows_B, verified)
-        return verified.result
+        if self.drafting is None:
+            return verified.result
+        return verified.result._replace(curve_2T=self._run_curve(self.state.confidence, rows_B))
 
     # First half: verify, accept, commit -------------------------------------------------------------------------------
 
-    def verify(self, rows_B: Tensor, adjustments: Adjustments | None = None) -> Verified:
-        batch = self._verify_batch(rows_B, needs_all_drafts=adjustments is not None)
+    def verify(self, rows_B: Tensor, adjustments: Adjustments | None = None, num_tokens: int | None = None) -> Verified:
+        batch = self._verify_batch(rows_B, None if adjustments is not None else num_tokens)
         logits_NV, aux_NA = self.target.forward(
             batch.token_ids_N,
             batch.position_N,
@@ -114,13 +118,9 @@ class Step:
             self.memory.move(*self._run_moves(batch, accepted))
         return Verified(PassResult(accepted.emitted_BE, logits_NV, accepted.place_BD), batch, accepted, aux_NA)
 
-    def _verify_batch(self, rows_B: Tensor, needs_all_drafts: bool) -> VerifyBatch:
-        num_places = self.state.tokens.shape[1]
-        num_tokens = num_verify_tokens(len(rows_B), num_places - 1, self.verify_tokens)
-        if not rows_B.is_cuda:  # shapes may depend on values: requests without drafts have one token
-            num_tokens = min(num_tokens, len(rows_B) + int(num_drafts(self.state.confidence[rows_B]).sum()))
+    def _verify_batch(self, rows_B: Tensor, num_tokens: int | None) -> VerifyBatch:
         batch: VerifyBatch
-        if needs_all_drafts or num_tokens == len(rows_B) * num_places:
+        if num_tokens is None or num_tokens >= len(rows_B) * self.state.tokens.shape[1]:
             batch = self._run_all_drafts(self.state, rows_B, self.page_size, self.max_position)
         else:
             batch = self._run_likeliest_drafts(self.state, rows_B, num_tokens, self.page_size, self.max_position)

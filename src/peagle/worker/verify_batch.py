@@ -4,9 +4,9 @@ The drafts of a request are a tree, or a chain, which is a tree without branches
 before it, but has the position of its depth and attends to the drafts above it alone.
 
 A small batch verifies all drafts. In a large batch that would be hundreds of tokens, each of which costs time, and most
-deep drafts are rejected. So a pass has a limit (`num_verify_tokens`). Above it, the pass verifies the first draft of
-each request, then the drafts most likely to be accepted, whichever request they belong to: all seven if the drafter is
-sure, one if it is not. The output does not change, because the target decides every token.
+deep drafts are rejected. So the host chooses how many tokens pay (`draft_budget`). The pass then verifies the first
+draft of each request, and the drafts most likely to be accepted, whichever request they belong to: all seven if the
+drafter is sure, one if it is not. The output does not change, because the target decides every token.
 
 The likelihood is the drafter's: the product of its probabilities of that draft and of those above it. Drafts are sorted
 by it, so the drafts chosen from a request are always its first ones.
@@ -18,7 +18,7 @@ Two requests with three drafts each, and room for three of them:
 [2, 1]
 
 Shapes: B requests of the batch, K depths, M drafts per request, L = M + 1, N tokens of the pass, P pages per request,
-D = K + 1, E = D + 3.
+D = K + 1, E = D + 3, R rows, T thresholds.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from peagle.kernels.attention import PagedRows, RowTree
 from peagle.worker.row_state import RowState
+
+NUM_THRESHOLDS, THRESHOLD_STEP = 24, 0.35
+"""Thresholds of a `DraftCurve`, as log-probabilities: 0, -0.35, -0.7, ... Half the probability every other one."""
 
 
 class VerifyBatch(NamedTuple):
@@ -61,14 +64,18 @@ class Accepted(NamedTuple):
     """the same as nodes of the tree"""
 
 
-def num_verify_tokens(num_requests: int, num_draft_tokens: int, limit: int | None) -> int:
-    """All tokens up to the limit, but at least the newest token and one draft of each request.
+def draft_curve(confidence: Tensor, rows_B: Tensor) -> Tensor:
+    """How many drafts of these rows are more likely than each threshold, and the sum of their probabilities, [2, T].
 
-    >>> [num_verify_tokens(num_requests, 7, 320) for num_requests in (1, 32, 48, 64, 256)]
-    [8, 256, 320, 320, 512]
+    >>> confidence_RM = torch.tensor([[0.9, 0.5], [0.4, 0.1], [0.8, 0.7]]).log()
+    >>> counts_T, sums_T = draft_curve(confidence_RM, torch.tensor([0, 1]))
+    >>> counts_T[[0, 1, 2, 3, -1]].tolist(), round(float(sums_T[-1]), 2)
+    ([0.0, 1.0, 1.0, 3.0, 4.0], 1.9)
     """
-    num_all = num_requests * (num_draft_tokens + 1)
-    return num_all if limit is None else min(num_all, max(limit, 2 * num_requests))
+    confidence_1N = confidence[rows_B].reshape(1, -1)
+    step_T1 = torch.arange(NUM_THRESHOLDS, device=confidence.device)[:, None]
+    is_above_TN = confidence_1N > -THRESHOLD_STEP * step_T1
+    return torch.stack([is_above_TN.sum(1, dtype=torch.float32), (is_above_TN * confidence_1N.exp()).sum(1)])
 
 
 def all_drafts(state: RowState, rows_B: Tensor, page_size: int, max_position: int) -> VerifyBatch:
