@@ -133,6 +133,7 @@ def test_answers_are_the_same_where_the_engine_is_a_step_ahead(
             kind = "free" if request.guide is None else "guided"
             most_in_flight[kind] = max(most_in_flight[kind], request.num_in_flight)
         with_no_events = launch(plan)
+        with_no_events.finish()
         engine.runner.is_asynchronous = True  # read by `Engine.step` after the launch
         return with_no_events
 

@@ -53,3 +53,20 @@ def test_products_are_packed_for_the_most_rows_of_a_step(monkeypatch: pytest.Mon
     Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(max_batch=3)).close()
     Engine(target, None, 0, EngineConfig(max_batch=3)).close()
     assert asked == [(5, 24), (3, 3)], "a draft pass reads K accepted tokens and K placeholders of each request"
+
+
+def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8))
+    events: list[str] = []
+    drafting = engine.runner.prefill.drafting
+    assert drafting is not None
+    run_layers = drafting._run_layers
+    monkeypatch.setattr(drafting, "_run_layers", lambda batch: events.append("drafter") or run_layers(batch))
+    engine.add(PROMPT, SamplingParams(max_tokens=4), on_update=lambda update: events.append("token"))
+    engine.add(PROMPT[:9], SamplingParams(max_tokens=1), on_update=lambda update: events.append("only token"))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    engine.close()
+    assert events[:3] == ["token", "only token", "drafter"]

@@ -26,7 +26,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import CPU_MAX_BATCH, GPU_MAX_BATCH, GPU_MAX_DELAY, MAX_CHUNKS, EngineConfig
 from peagle.scheduling.pages import PagePool
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Scheduler, SchedulerConfig
+from peagle.scheduling.scheduler import Plan, Scheduler, SchedulerConfig
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer, detokenize
 from peagle.worker.adjustments import check_edits
@@ -240,14 +240,35 @@ class Engine:
         if any(request.is_running for request in self._guided):
             self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
         plan = self.scheduler.plan()
-        if not plan.is_empty:
+        if plan.is_empty:
+            self._collect(depth=0)
+        else:
             self._stats.num_steps += 1
             self._stats.num_prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
             self._stats.num_preemptions += len(plan.preempted)
-            self._launches.append(self.runner.launch(plan))
-        self._collect(depth=1 if self.runner.is_asynchronous and not plan.is_empty else 0)
+            self._launch(plan)
         finished, self._finished = self._finished, []
         return finished
+
+    def _launch(self, plan: Plan) -> None:
+        """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts."""
+        launch = self.runner.launch(plan)
+        self._launches.append(launch)
+        self._collect(depth=1)
+        self._process_first(launch)
+        launch.finish()
+        self._collect(depth=1 if self.runner.is_asynchronous else 0)
+
+    def _process_first(self, launch: Launch) -> None:
+        """Process the first tokens of the prompts before the drafts behind them are there."""
+        emissions = launch.collect_first()
+        scores, launch.scores = launch.scores, []
+        for each in scores:
+            if each.request.epoch == each.epoch:
+                entries = each.logprobs.to_list()
+                each.request.prompt_scores |= dict(enumerate(entries, start=each.first))
+        for emission in emissions:
+            self._process(emission)
 
     def _collect(self, depth: int) -> None:
         """Process the results of all launches but the last `depth`."""
@@ -255,10 +276,6 @@ class Engine:
             launch = self._launches.popleft()
             emissions = launch.collect()
             self.runner.observe(launch)
-            for scores in launch.scores():
-                if scores.request.epoch == scores.epoch:
-                    entries = scores.logprobs.to_list()
-                    scores.request.prompt_scores |= dict(enumerate(entries, start=scores.first))
             for emission in emissions:
                 self._process(emission)
             self._stats.device_seconds += launch.device_seconds() or 0.0

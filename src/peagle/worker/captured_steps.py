@@ -20,7 +20,7 @@ from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.graphs import CaptureCost, capture, replay_seconds
 from peagle.worker.kv_cache import free_bytes
 from peagle.worker.launch import PassResult
-from peagle.worker.prefill import Prefill
+from peagle.worker.prefill import Prefill, Prefilled
 from peagle.worker.step import Step
 from peagle.worker.transfers import Transfers
 
@@ -40,6 +40,20 @@ class DecodeShape(NamedTuple):
     num_tokens: int
     """of the verification pass; as many as requests if there are no drafts"""
     is_adjusted: bool
+
+
+class PrefillShape(NamedTuple):
+    """A prefill pass with graphs of its own."""
+
+    bucket: Bucket
+    is_adjusted: bool
+
+
+class PrefillReplay(NamedTuple):
+    """Replays of the two halves of a prefill pass."""
+
+    run: Callable[[], Prefilled]
+    draft: Callable[[], None]
 
 
 class StepTimes(NamedTuple):
@@ -71,8 +85,8 @@ class CapturedSteps:
         self._pool = torch.cuda.graph_pool_handle()
         self._row_tensors: dict[int, Tensor] = {}
         self.decodes: dict[DecodeShape, Callable[[], PassResult]] = {}
-        self._prefills: dict[Bucket, tuple[Tensor, Callable[[], PassResult]]] = {}
-        self.adjusted_prefills: dict[Bucket, Callable[[], PassResult]] = {}
+        self._uploads: dict[Bucket, Tensor] = {}
+        self.prefills: dict[PrefillShape, PrefillReplay] = {}
         self._rows: list[int] = []
         """rows of the last decode pass, which its graph still holds"""
 
@@ -91,19 +105,18 @@ class CapturedSteps:
         total = len(shapes) + len(self.prefill_sizes)
         for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
-            upload = self._empty_upload(bucket)
-            self._prefills[bucket] = upload, capture(self._prefill_of(upload, bucket, None), self._pool)
+            self._prefill_replay(PrefillShape(bucket, False), None)
         for num_done, shape in enumerate(shapes, start=len(self.prefill_sizes)):
             progress(f"decoding {shape.batch} requests, {shape.num_tokens} tokens", num_done, total)
             self._decode_replay(shape, None)
         if adjustments is not None:
             for bucket in reversed(self.prefill_sizes):
-                self._adjusted_prefill(bucket, adjustments)
+                self._prefill_replay(PrefillShape(bucket, True), adjustments)
             for size in reversed(self.decode_sizes):
                 for num_tokens in {size, self.most_tokens(size)}:
                     self._decode_replay(DecodeShape(size, num_tokens, True), adjustments)
         progress("ready", total, total)
-        num_graphs = len(self._prefills) + len(self.adjusted_prefills) + len(self.decodes)
+        num_graphs = (1 if self.step.drafting is None else 2) * len(self.prefills) + len(self.decodes)
         cost = CaptureCost(num_graphs, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
         log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", num_graphs, cost.seconds, cost.num_bytes / 2**30)
         return cost
@@ -114,11 +127,13 @@ class CapturedSteps:
             (tokens, chunks) for tokens, chunks in self.prefill_sizes if num_tokens <= tokens and num_chunks <= chunks
         )
 
-    def prefill(self, upload: np.ndarray, bucket: Bucket, adjustments: Adjustments | None) -> PassResult:
-        """Replay a prefill pass over the chunks of an upload buffer."""
-        replay = self._prefills[bucket][1] if adjustments is None else self._adjusted_prefill(bucket, adjustments)
-        self._transfers.send(upload, self._prefills[bucket][0])
-        return replay()
+    def prefill(
+        self, upload: np.ndarray, bucket: Bucket, adjustments: Adjustments | None
+    ) -> tuple[PassResult, Callable[[], None]]:
+        """Replay the first half of a prefill pass over the chunks of an upload buffer; also returns the second half."""
+        replay = self._prefill_replay(PrefillShape(bucket, adjustments is not None), adjustments)
+        self._transfers.send(upload, self._uploads[bucket])
+        return replay.run().result, replay.draft
 
     def decode(self, rows: Sequence[int], adjustments: Adjustments | None, num_tokens: int) -> PassResult:
         """Replay a decode step of these rows, padded to a captured size, with a pass of `num_tokens`."""
@@ -221,16 +236,17 @@ class CapturedSteps:
             self.decodes[shape] = capture(lambda: step.decode(rows, adjustments, shape.num_tokens), self._pool)
         return self.decodes[shape]
 
-    def _adjusted_prefill(self, bucket: Bucket, adjustments: Adjustments) -> Callable[[], PassResult]:
-        if bucket not in self.adjusted_prefills:
-            upload, _ = self._prefills[bucket]
-            upload.copy_(self._empty_upload(bucket))
-            self.adjusted_prefills[bucket] = capture(self._prefill_of(upload, bucket, adjustments), self._pool)
-        return self.adjusted_prefills[bucket]
-
-    def _prefill_of(self, upload: Tensor, bucket: Bucket, adjustments: Adjustments | None) -> Callable[[], PassResult]:
-        chunks = chunk_views(upload, *bucket)
-        return lambda: self._prefill(chunks, adjustments)
+    def _prefill_replay(self, shape: PrefillShape, adjustments: Adjustments | None) -> PrefillReplay:
+        """The replay of a prefill pass; captures it if it is new. The second half reads what the first one left."""
+        if shape not in self.prefills:
+            upload = self._uploads.setdefault(shape.bucket, self._empty_upload(shape.bucket))
+            upload.copy_(self._empty_upload(shape.bucket))
+            chunks = chunk_views(upload, *shape.bucket)
+            run = capture(lambda: self._prefill.run(chunks, adjustments), self._pool)
+            prefilled = run()
+            draft = capture(lambda: self._prefill.draft(prefilled), self._pool)
+            self.prefills[shape] = PrefillReplay(run, draft)
+        return self.prefills[shape]
 
     def _empty_upload(self, bucket: Bucket) -> Tensor:
         return torch.from_numpy(fill_upload((), self._padding_row, *bucket)).to(self.device)

@@ -3,7 +3,7 @@
 Shapes: B requests of a pass, L tokens per request, E = L + 3, N rows of logits, V vocabulary, S scored prompt tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class PromptScores(NamedTuple):
     logprobs: LogprobSpan
 
 
-@dataclass
+@dataclass(eq=False)
 class Pass:
     """One pass of a launch: its requests, and host tensors that hold the results once the launch is done."""
 
@@ -75,7 +75,6 @@ class Pass:
     """the drafts for the next pass, as in `DraftCurve`"""
     logprobs: dict[int, LogprobSpan] = field(default_factory=dict)
     """by place in `requests`"""
-    scores: list[PromptScores] = field(default_factory=list)
     newest: dict[int, Tensor] = field(default_factory=dict)
     """for requests with a grammar, by place in `requests`: newest token and drafts, and the parent of each, [2, L]"""
 
@@ -91,17 +90,19 @@ class Pass:
                 logits_LV = result.logits_NV[result.place_BL[line]]
                 self.logprobs[index] = logprobs.add(logits_LV, result.emitted_BE[line, 3:], request.params.logprobs)
 
-    def add_scores(self, result: PassResult, logprobs: LaunchLogprobs, scored: list[tuple[Chunk, range]]) -> None:
+    @staticmethod
+    def scores(result: PassResult, logprobs: LaunchLogprobs, scored: list[tuple[Chunk, range]]) -> list[PromptScores]:
         """Compute the log-probabilities of the prompt tokens of these chunks."""
-        num_done = 0
+        num_done, scores = 0, []
         for chunk, places in scored:
             request, first = chunk.request, chunk.start + 1
             assert result.scored_logits_SV is not None and request.params.prompt_logprobs is not None
             logits_SV = result.scored_logits_SV[num_done : num_done + len(places)]
             token_ids_S = torch.tensor(request.token_ids[first : first + len(places)], device=logits_SV.device)
             span = logprobs.add(logits_SV, token_ids_S, request.params.prompt_logprobs)
-            self.scores.append(PromptScores(request, request.epoch, first, span))
+            scores.append(PromptScores(request, request.epoch, first, span))
             num_done += len(places)
+        return scores
 
     def emissions(self) -> Iterator[Emission]:
         emitted = self.emitted.tolist()
@@ -118,19 +119,40 @@ class Launch:
     """A plan in flight. `collect` waits for it."""
 
     passes: list[Pass]
-    done: Any
+    """those whose results nobody has read; prefill comes first"""
+    done: Any = None
     """CUDA event; None on a CPU, like `started`"""
     started: Any = None
+    has_first: Any = None
+    """CUDA event: the device has the first tokens of the prompts; None if they come with the rest"""
+    scores: list[PromptScores] = field(default_factory=list)
+    """log-probabilities of prompts"""
+    rest: Callable[[], None] | None = None
+    """on a CPU: what is left to run after the first tokens"""
+
+    def collect_first(self) -> list[Emission]:
+        """Wait for the first tokens of the prompts and for `scores`, and return the tokens.
+
+        `collect` then returns the others. A grammar needs the drafts behind its first token, so it waits for them.
+        """
+        first = [each for each in self.passes if not each.is_decode and each.requests]
+        first = [each for each in first if all(request.guide is None for request in each.requests)]
+        if self.has_first is not None and (first or self.scores):
+            self.has_first.synchronize()
+        self.passes = [each for each in self.passes if each not in first]
+        return [emission for each in first for emission in each.emissions()]
+
+    def finish(self) -> None:
+        """On a CPU: run the rest."""
+        if self.rest is not None:
+            rest, self.rest = self.rest, None
+            rest()
 
     def collect(self) -> list[Emission]:
         """Wait for the device, and return what the passes emitted, prefill first."""
         if self.done is not None:
             self.done.synchronize()
         return [emission for each in self.passes for emission in each.emissions()]
-
-    def scores(self) -> list[PromptScores]:
-        """Log-probabilities of prompts. Call `collect` first."""
-        return [scores for each in self.passes for scores in each.scores]
 
     def device_seconds(self) -> float | None:
         """Time on the device; None on a CPU. Call `collect` first."""

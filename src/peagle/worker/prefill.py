@@ -1,10 +1,13 @@
 """Prefill: run chunks of prompts through the target and the drafter, and emit the first token of finished prompts.
 
 One pass takes chunks of several requests. It fills both KV caches. For a chunk that ends its sequence it leaves the row
-as a decode step does: with a newest token and its drafts.
+as a decode step does: with a newest token and its drafts. The pass has two halves, so that the first token can leave
+before its drafts are made.
 
 Shapes: N tokens, C chunks, S tokens whose logits are kept for prompt_logprobs, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,17 @@ from peagle.worker.drafting import Drafting
 from peagle.worker.launch import PassResult
 from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import cells
+
+
+class Prefilled(NamedTuple):
+    """The first half of a pass, and the input of the second."""
+
+    result: PassResult
+    chunks: Chunks
+    layout: ChunkLayout
+    first: FirstTokens
+    aux_NA: Tensor | None
+    """the target's hidden states, which the drafter reads; None without a drafter"""
 
 
 class Prefill:
@@ -38,10 +52,8 @@ class Prefill:
         self._run_first_tokens = compile(self._first_tokens)
         self._run_first_tokens_adjusted = compile(self._first_tokens_adjusted)
 
-    def __call__(
-        self, chunks: Chunks, adjustments: Adjustments | None = None, scored_S: Tensor | None = None
-    ) -> PassResult:
-        """Run chunks. Pass `adjustments` if a request among them adjusts its logits.
+    def run(self, chunks: Chunks, adjustments: Adjustments | None = None, scored_S: Tensor | None = None) -> Prefilled:
+        """Run chunks through the target. Pass `adjustments` if a request among them adjusts its logits.
 
         `scored_S` are tokens, among the N, whose logits are returned too.
         """
@@ -65,10 +77,14 @@ class Prefill:
         scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
         if self.drafting is None:
             self.state.tokens.index_copy_(0, first.rows_C, first.next_C1)
-        else:
-            assert aux_NA is not None, "requested by has_aux"
-            self.drafting.after_prefill(chunks, layout, first, aux_NA)
-        return PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
+        result = PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
+        return Prefilled(result, chunks, layout, first, aux_NA)
+
+    def draft(self, prefilled: Prefilled) -> None:
+        """Run the same chunks through the drafter, and leave drafts in the rows."""
+        if self.drafting is not None:
+            assert prefilled.aux_NA is not None, "requested by has_aux"
+            self.drafting.after_prefill(prefilled.chunks, prefilled.layout, prefilled.first, prefilled.aux_NA)
 
     def _lay_out(self, chunks: Chunks) -> ChunkLayout:
         table_CP = self.state.page_table[chunks.row_C]

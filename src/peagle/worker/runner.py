@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -170,28 +171,45 @@ class Runner:
     # Running plans ----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> Launch:
-        """Run the chunks of a plan, then its decode step; on a GPU without waiting for either."""
-        # On a CPU, inference mode makes the many small operations of a pass cheaper.
-        with torch.no_grad() if self.is_asynchronous else torch.inference_mode():
-            return self._launch(plan)
+        """Run the chunks of a plan, then its decode step; on a GPU without waiting for either.
 
-    def _launch(self, plan: Plan) -> Launch:
-        started = done = None
-        self._upload(plan)
+        On a CPU it returns with the first tokens of the prompts; `Launch.finish` runs the rest.
+        """
+        launch = Launch([])
+        with self._inference():
+            self._upload(plan)
+            launch.started = self._event()
+            draft = self._prefill(plan, launch) if plan.chunks else None
+            launch.has_first = self._event()
+        launch.rest = partial(self._finish, launch, plan, draft)
         if self.is_asynchronous:
-            started = torch.cuda.Event(enable_timing=True)
-            started.record()
-        passes = []
-        logprobs = LaunchLogprobs()
-        if plan.chunks:
-            passes.append(self._prefill(plan, logprobs))
-        if plan.decodes:
-            passes.append(self._decode(plan.decodes, logprobs))
-        logprobs.fetch(self._transfers)
-        if self.is_asynchronous:
-            done = torch.cuda.Event(enable_timing=True)
-            done.record()
-        return Launch(passes, done, started)
+            launch.finish()
+        return launch
+
+    def _finish(self, launch: Launch, plan: Plan, draft: Callable[[], None] | None) -> None:
+        """Draft behind the first tokens, and run the decode step."""
+        with self._inference():
+            if draft is not None:
+                draft()
+                for made in launch.passes:
+                    self._fetch_drafts(made)
+            # A request may have ended with its first token.
+            decodes = [request for request in plan.decodes if request.is_running]
+            if decodes:
+                launch.passes.append(self._decode(decodes))
+            launch.done = self._event()
+
+    def _inference(self) -> AbstractContextManager[Any]:
+        """On a CPU, inference mode makes the many small operations of a pass cheaper."""
+        return torch.no_grad() if self.is_asynchronous else torch.inference_mode()
+
+    def _event(self) -> torch.cuda.Event | None:
+        """On a GPU: an event, recorded now."""
+        if not self.is_asynchronous:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _upload(self, plan: Plan) -> None:
         """Send the settings of new requests and the page tables that changed."""
@@ -243,7 +261,8 @@ class Runner:
             for name, values in (("parent", drafts.parents), ("depth", drafts.depths), ("ancestors", drafts.ancestors)):
                 adjustments.write(getattr(state, name)[row, : 1 + num_kept], np.array(values, np.int64))
 
-    def _prefill(self, plan: Plan, logprobs: LaunchLogprobs) -> Pass:
+    def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None]:
+        """Run the first half of a prefill pass, and return the second."""
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         bucket = num_tokens, len(plan.chunks) + 1
         if self.captured is not None:
@@ -253,21 +272,24 @@ class Runner:
         adjustments = self._adjustments_for([request for _, request in last])
         scored = scored_tokens(plan)
         if self.captured is not None and not scored:
-            result = self.captured.prefill(upload, bucket, adjustments)
+            result, draft = self.captured.prefill(upload, bucket, adjustments)
         else:  # scored prompts are rare and of any size, so they have no graph
             chunks = chunk_views(torch.from_numpy(upload).to(self.device), *bucket)
             places = [place for _, places in scored for place in places]
             scored_S = torch.tensor(places, device=self.device) if scored else None
-            result = self.prefill(chunks, adjustments, scored_S)
+            prefilled = self.prefill.run(chunks, adjustments, scored_S)
+            result, draft = prefilled.result, partial(self.prefill.draft, prefilled)
         emitted = self._transfers.fetch(result.emitted_BE[: len(plan.chunks)])
         requests = [request for _, request in last]
         made = Pass(requests, [request.epoch for request in requests], emitted, [line for line, _ in last], False)
+        logprobs = LaunchLogprobs()
         made.add_logprobs(result, logprobs)
-        made.add_scores(result, logprobs, scored)
-        self._fetch_drafts(made)
-        return made
+        launch.scores = made.scores(result, logprobs, scored)
+        logprobs.fetch(self._transfers)
+        launch.passes.append(made)
+        return draft
 
-    def _decode(self, requests: Sequence[Request], logprobs: LaunchLogprobs) -> Pass:
+    def _decode(self, requests: Sequence[Request]) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
         choice = self._choose(requests, adjustments is not None)
@@ -281,7 +303,9 @@ class Runner:
         made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
         if self.budget is not None and result.curve_2T is not None:
             made.num_expected, made.curve = choice.num_expected, self._transfers.fetch(result.curve_2T)
+        logprobs = LaunchLogprobs()
         made.add_logprobs(result, logprobs)
+        logprobs.fetch(self._transfers)
         self._fetch_drafts(made)
         return made
 
