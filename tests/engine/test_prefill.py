@@ -64,7 +64,7 @@ def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.M
     run_layers = drafting._run_layers
     monkeypatch.setattr(drafting, "_run_layers", lambda batch: events.append("drafter") or run_layers(batch))
     engine.add(PROMPT, SamplingParams(max_tokens=4), on_update=lambda update: events.append("token"))
-    engine.add(PROMPT[:9], SamplingParams(max_tokens=1), on_update=lambda update: events.append("only token"))
+    engine.add(PROMPT[::-1], SamplingParams(max_tokens=1), on_update=lambda update: events.append("only token"))
     while engine.has_work:
         engine.step()
         engine.check_integrity()
