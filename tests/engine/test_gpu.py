@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from harness.model_families import FAMILIES, family_target, sequential, trained_drafter, twin
+from peagle.checkpoint.native import load_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
+from peagle.targets.load import load_target
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +74,25 @@ def test_verifying_the_likeliest_drafts_in_captured_steps_changes_no_token() -> 
             # Who shares a batch with whom differs a little: the GPU's host is a step behind.
             share = sum(stats.accepted_per_position) / stats.num_drafts
             assert share == pytest.approx(accepted.setdefault(num_drafts, share), rel=0.1)
+
+
+def test_trees_of_the_shipped_drafter_change_no_token() -> None:
+    """At true widths: the embedded target in float32, and paths across page borders."""
+    target = load_target(None, dtype="float32")
+    drafter = load_drafter(target.shipped_drafter, target)
+    chats = [[{"role": "user", "content": text}] for text in ("What is a tide?", "Count to 20.", "Write a haiku.")]
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    texts, lengths = [], []
+    for own, nodes in ((None, None), (drafter, None), (drafter, 32)):
+        settings = {"max_batch": 4, "max_length": 256, "prefill_tokens": 128, "page_size": 4}
+        with LLM(target, own, None if own is None else 8, tree_nodes=nodes, **settings) as llm:
+            outputs = llm.chat(chats, params)
+            stats = llm.engine.stats()
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        lengths.append(1 + sum(stats.accepted_per_position) / max(stats.num_drafts, 1))
+        assert stats.num_pages_used == 0
+    assert texts[1] == texts[0] and texts[2] == texts[0]
+    assert 2 < lengths[1] < lengths[2], "acceptance length of the chain and of the tree"
 
 
 @pytest.mark.parametrize("capture_adjusted", [False, True])
