@@ -53,7 +53,8 @@ class PrefillReplay(NamedTuple):
     """Replays of the two halves of a prefill pass."""
 
     run: Callable[[], Prefilled]
-    draft: Callable[[], None]
+    draft: Callable[[], None] | None
+    """None without a drafter"""
 
 
 class StepTimes(NamedTuple):
@@ -129,7 +130,7 @@ class CapturedSteps:
 
     def prefill(
         self, upload: np.ndarray, bucket: Bucket, adjustments: Adjustments | None
-    ) -> tuple[PassResult, Callable[[], None]]:
+    ) -> tuple[PassResult, Callable[[], None] | None]:
         """Replay the first half of a prefill pass over the chunks of an upload buffer; also returns the second half."""
         replay = self._prefill_replay(PrefillShape(bucket, adjustments is not None), adjustments)
         self._transfers.send(upload, self._uploads[bucket])
@@ -244,7 +245,9 @@ class CapturedSteps:
             chunks = chunk_views(upload, *shape.bucket)
             run = capture(lambda: self._prefill.run(chunks, adjustments), self._pool)
             prefilled = run()
-            draft = capture(lambda: self._prefill.draft(prefilled), self._pool)
+            draft = None
+            if self.step.drafting is not None:
+                draft = capture(lambda: self._prefill.draft(prefilled), self._pool)
             self.prefills[shape] = PrefillReplay(run, draft)
         return self.prefills[shape]
 

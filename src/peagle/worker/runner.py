@@ -191,8 +191,8 @@ class Runner:
         with self._inference():
             if draft is not None:
                 draft()
-                for made in launch.passes:
-                    self._fetch_drafts(made)
+            for made in launch.passes:
+                self._fetch_drafts(made)
             # A request may have ended with its first token.
             decodes = [request for request in plan.decodes if request.is_running]
             if decodes:
@@ -261,7 +261,7 @@ class Runner:
             for name, values in (("parent", drafts.parents), ("depth", drafts.depths), ("ancestors", drafts.ancestors)):
                 adjustments.write(getattr(state, name)[row, : 1 + num_kept], np.array(values, np.int64))
 
-    def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None]:
+    def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None] | None:
         """Run the first half of a prefill pass, and return the second."""
         num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         bucket = num_tokens, len(plan.chunks) + 1
