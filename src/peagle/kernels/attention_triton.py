@@ -53,13 +53,13 @@ def launch(
     if num_rows == 0:
         return attended
     padded_width = max(16, triton.next_power_of_2(width))
-    num_entries = max_rows * (num_heads // num_groups)
+    group_size = num_heads // num_groups
     tile, step, num_splits, num_warps, num_stages = tilings.attention_tiling(
-        num_entries, num_requests * num_groups, padded_width, query.dtype, gpu_of(query.device)
+        max_rows, group_size, num_requests * num_groups, padded_width, query.dtype, gpu_of(query.device)
     )
     # A request may need several tiles; only the device knows how many (`_tile_of`).
-    is_tiled = num_entries > tile
-    num_places = num_rows * (num_heads // num_groups) // tile + num_requests if is_tiled else num_requests
+    is_tiled = max_rows * group_size > tile
+    num_places = num_rows * group_size // tile + num_requests if is_tiled else num_requests
     partial = torch.empty(
         (num_places * num_groups * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),
         dtype=torch.float32,
@@ -95,17 +95,18 @@ def launch(
         value.stride(1),
         key_pages.stride(1),
         key_pages.stride(2),
-        num_requests=num_requests,
-        padded_requests=triton.next_power_of_2(num_requests) if is_tiled else 0,
+        num_requests,
+        num_splits,
+        padded_requests=_padded(num_requests) if is_tiled else 0,
         num_groups=num_groups,
-        group_size=num_heads // num_groups,
+        group_size=group_size,
         width=width,
         padded_width=padded_width,
         page_size=key_pages.shape[1],
         tile=tile,
         step=step,
         new_step=max(16, min(triton.next_power_of_2(max_rows), step)),
-        num_splits=num_splits,
+        is_split=num_splits > 1,
         has_tree=ancestors is not None,
         has_sinks=sinks is not None,
         has_softcap=softcap != 0,
@@ -121,6 +122,15 @@ def launch(
 @launch.register_fake
 def _(query: Tensor, *args: object, **kwargs: object) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def _padded(num_requests: int) -> int:
+    """A power of four from `num_requests` up: few, since each is a kernel of its own.
+
+    >>> [_padded(size) for size in (1, 4, 5, 64, 65)]
+    [4, 4, 16, 64, 256]
+    """
+    return 4 ** max(1, ((num_requests - 1).bit_length() + 1) // 2)
 
 
 @cache
@@ -271,7 +281,8 @@ def _branch_of(row, num_rows, depth_ptr, ancestors_ptr, has_tree: tl.constexpr):
     return depth, ancestors
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+# A kernel that is specialized for these numbers gains nothing, and would be compiled for each batch size.
+@triton.jit(do_not_specialize=["first_key", "num_requests", "num_splits"])
 def _attend(
     query_ptr,
     key_ptr,
@@ -302,6 +313,7 @@ def _attend(
     cell_stride,
     page_head_stride,
     num_requests,
+    num_splits,
     padded_requests: tl.constexpr,
     num_groups: tl.constexpr,
     group_size: tl.constexpr,
@@ -311,7 +323,7 @@ def _attend(
     tile: tl.constexpr,
     step: tl.constexpr,
     new_step: tl.constexpr,
-    num_splits: tl.constexpr,
+    is_split: tl.constexpr,
     has_tree: tl.constexpr,
     has_sinks: tl.constexpr,
     has_softcap: tl.constexpr,
@@ -332,7 +344,7 @@ def _attend(
     # The rows of a tree are of any depth from 0.
     first_depth = 0 if has_tree else first_of_tile
     lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_depth - window + 1), first_key)
-    begin, end, num_active = share(lowest_of_tile, context, split, step, num_splits)
+    begin, end, num_active = share(lowest_of_tile, context, split, num_splits, step)
     if split >= num_active:
         return
     entry = tile_index * tile + tl.arange(0, tile)
@@ -359,7 +371,7 @@ def _attend(
             value_row_stride, cell_stride, high, mass, attended, width, padded_width, new_step, has_tree, has_softcap,
             precision,
         )  # fmt: skip
-    if num_splits > 1:  # noqa: SIM102  # a compile-time condition; the next is not
+    if is_split:  # noqa: SIM102  # a compile-time condition; the next is not
         if num_active > 1:
             team = tl.program_id(0).to(tl.int64)
             high, mass, attended, is_last = combine(

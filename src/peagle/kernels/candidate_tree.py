@@ -64,7 +64,7 @@ def grow_tree(logprob_BKX: Tensor, max_depth_B: Tensor, num_nodes: int) -> Candi
     if logprob_BKX.shape[-1] == 1:
         return _chain(logprob_BKX.flatten(1), num_nodes)
     if logprob_BKX.is_cuda:
-        return CandidateTree(*_grow_on_gpu(logprob_BKX, num_nodes))
+        return CandidateTree(*grow_tree_on_gpu(logprob_BKX, num_nodes))
     return grow_tree_torch(logprob_BKX, num_nodes)
 
 
@@ -109,7 +109,7 @@ def grow_tree_torch(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
     return CandidateTree(parent_BL, depth_BL, ancestors_BL, choice_BL[:, 1:], score_BL[:, 1:])
 
 
-def _grow_on_gpu_op(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _grow_tree_on_gpu(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     # Imported lazily: triton may not be installed.
     from peagle.kernels.candidate_tree_triton import grow_tree_triton
 
@@ -117,11 +117,11 @@ def _grow_on_gpu_op(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor
 
 
 # A custom op, so that torch.compile does not trace into the kernel.
-_grow_on_gpu = torch.library.custom_op("peagle::grow_tree", _grow_on_gpu_op, mutates_args=())
+grow_tree_on_gpu = torch.library.custom_op("peagle::grow_tree", _grow_tree_on_gpu, mutates_args=())
 
 
-@_grow_on_gpu.register_fake
+@grow_tree_on_gpu.register_fake
 def _(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
-    size = len(logprob_BKX)
+    size = logprob_BKX.shape[0]  # len() would fix it to one number
     nodes = [logprob_BKX.new_empty(size, num_nodes + 1, dtype=torch.int64) for _ in range(3)]
     return (*nodes, nodes[0].new_empty(size, num_nodes), logprob_BKX.new_empty(size, num_nodes))

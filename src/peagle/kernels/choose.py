@@ -68,7 +68,7 @@ def choose_tokens_triton(logits_NV: Tensor, temperature_B: Tensor, *settings: An
 # A custom op, so that torch.compile does not trace into the kernel.
 _op = torch.library.custom_op("peagle::choose_tokens", choose_tokens_torch, mutates_args=(), device_types="cpu")
 _op.register_kernel("cuda", choose_tokens_triton)
-_op.register_fake(lambda logits_NV, *_: logits_NV.new_empty(len(logits_NV), dtype=torch.int64))
+_op.register_fake(lambda logits_NV, *_: logits_NV.new_empty(logits_NV.shape[0], dtype=torch.int64))
 choose_tokens: Callable[..., Tensor] = _op
 """On a GPU one launch without a synchronization. It can be captured in a CUDA graph and compiled with `fullgraph`. Only
 rows that use top-k, top-p or sampling pay for them. A row without a finite logit, or with a NaN, yields an arbitrary

@@ -68,7 +68,7 @@ def _likeliest_tokens_on_gpu(logits_NV: Tensor, width: int) -> tuple[Tensor, Ten
 
 
 def _fake(logits_NV: Tensor, *width: int) -> tuple[Tensor, Tensor]:
-    shape = (len(logits_NV), *width)
+    shape = (logits_NV.shape[0], *width)  # len() would fix it to one number
     return logits_NV.new_empty(shape, dtype=torch.int64), logits_NV.new_empty(shape, dtype=torch.float32)
 
 

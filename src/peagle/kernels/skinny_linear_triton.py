@@ -58,7 +58,7 @@ def skinny_linear_triton(
     return y_MN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # else it is compiled anew for 1 row, for multiples of 16 and for others
 def _multiply(
     x_ptr,
     weight_ptr,

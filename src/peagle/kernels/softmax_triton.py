@@ -39,7 +39,7 @@ def combine(
     high,
     mass,
     attended,
-    num_splits: tl.constexpr,
+    num_splits,
     tile: tl.constexpr,
     padded_width: tl.constexpr,
 ):
@@ -73,7 +73,7 @@ def combine(
 
 
 @triton.jit
-def share(lowest, context, split, step: tl.constexpr, num_splits: tl.constexpr):
+def share(lowest, context, split, num_splits, step: tl.constexpr):
     """This split's cached indexes begin .. end - 1, and the number of splits with work (the first always has)."""
     start = tl.minimum(lowest, context) // step * step
     num_steps = tl.maximum(tl.cdiv(context - start, step), 1)

@@ -12,6 +12,9 @@ DEEP_PIPELINE_BYTES = 228 << 10
 """Shared memory per SM from which two CTAs with several loads in flight fit on one SM: H100 and later."""
 NUM_COUNTERS = 1 << 16
 
+MOST_DECODE_ROWS = 64
+"""Rows per request up to which a pass verifies drafts. Beyond, it is a prefill pass, whose rows fill the GPU."""
+
 FEW_ROWS = 16
 """The smallest tile of the GPU's matrix units; weights of any size use our kernel up to here."""
 
@@ -36,20 +39,22 @@ class AttentionTiling(NamedTuple):
 
 
 def attention_tiling(
-    num_entries: int, num_pairs: int, padded_width: int, dtype: torch.dtype, gpu: Gpu
+    num_rows: int, group_size: int, num_pairs: int, padded_width: int, dtype: torch.dtype, gpu: Gpu
 ) -> AttentionTiling:
-    """The tiling for `num_pairs` (request, key-value head) pairs with `num_entries` entries each.
+    """The tiling for `num_pairs` (request, key-value head) pairs with up to `num_rows` rows x `group_size` query heads.
 
     In a decode step the latency of the first keys dominates, so the tiling maximizes loads in flight: by splitting each
     sequence over CTAs when requests are few, by a deeper pipeline when they are many. More CTAs than SMs pay off only
     with one split per sequence; otherwise they delay the next kernel.
     """
+    num_entries = num_rows * group_size
     is_wide = padded_width > 256  # Gemma-4 has 512: larger tiles would not fit next to each other
     tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
     num_slots = 2 * gpu.num_sms
-    num_splits = _num_splits(num_pairs, num_slots) if num_entries <= tile else 1
+    num_tiles = -(-num_entries // tile)
+    num_splits = _num_splits(num_pairs * num_tiles, num_slots) if num_rows <= MOST_DECODE_ROWS else 1
     row_bytes = padded_width * dtype.itemsize
-    if num_entries > tile or row_bytes > 256:  # prefill, and wide heads
+    if num_entries > tile or row_bytes > 256:  # prefill, large trees, and wide heads
         step = 64 if padded_width <= 128 else 16 if is_wide else 32
         return AttentionTiling(tile, step, num_splits, num_stages=1 if is_wide and dtype == torch.float32 else 2)
     is_narrow, is_deep = row_bytes <= 128, gpu.shared_bytes >= DEEP_PIPELINE_BYTES
