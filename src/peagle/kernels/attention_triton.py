@@ -341,8 +341,7 @@ def _attend(
     first_of_tile = tile_index * tile // group_size
     if first_of_tile >= num_rows:
         return
-    # The rows of a tree are of any depth from 0.
-    first_depth = 0 if has_tree else first_of_tile
+    first_depth = 0 if has_tree else first_of_tile  # the rows of a tree are of any depth
     lowest_of_tile = tl.where(window > 0, tl.maximum(first_key, context + first_depth - window + 1), first_key)
     begin, end, num_active = share(lowest_of_tile, context, split, num_splits, step)
     if split >= num_active:

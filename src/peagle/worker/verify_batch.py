@@ -70,7 +70,7 @@ def draft_curve(confidence: Tensor, rows_B: Tensor) -> Tensor:
     >>> confidence_RM = torch.tensor([[0.9, 0.5], [0.4, 0.1], [0.8, 0.7]]).log()
     >>> counts_T, sums_T = draft_curve(confidence_RM, torch.tensor([0, 1]))
     >>> counts_T[[0, 1, 2, 3, -1]].tolist(), round(float(sums_T[-1]), 2)
-    ([0.0, 1.0, 1.0, 3.0, 4.0], 1.9)
+    ([0.0, 1.0, 2.0, 3.0, 4.0], 1.9)
     """
     confidence_1N = confidence[rows_B].reshape(1, -1)
     step_T1 = torch.arange(NUM_THRESHOLDS, device=confidence.device)[:, None]
