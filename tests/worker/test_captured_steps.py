@@ -23,6 +23,7 @@ from peagle.engine.llm import LLM
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
+from peagle.scheduling import draft_budget
 from peagle.scheduling.config import EngineConfig
 from peagle.scheduling.draft_budget import DraftBudget
 from peagle.targets.hf import HFTarget
@@ -230,7 +231,8 @@ def serve(engine: Engine, indices: range) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
-def test_drafts_that_do_not_pay_are_paused_and_the_next_request_tries_again(engine: Engine, target: HFTarget) -> None:
+def test_drafts_that_do_not_pay_are_paused(engine: Engine, target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_budget, "WARM_UP", 1)
     engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0))
     for _ in range(2):
         before = engine.stats().num_drafts

@@ -9,16 +9,17 @@ Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain d
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:
 
 >>> budget = DraftBudget({4: {4: 1.0, 8: 1.1, 16: 1.5}})
->>> budget.observe(DraftCurve((4, 12), (0.6 * 4, 0.6 * 4 + 0.05 * 8)), num_requests=4)
->>> choice = budget.choose(batch=4, num_drafting=4)
+>>> for _ in range(64):
+...     budget.observe(DraftCurve((4, 12), (0.6 * 4, 0.6 * 4 + 0.05 * 8)), num_requests=4)
+>>> choice = budget.choose(batch=4, num_requests=4, num_drafting=4)
 >>> choice.num_tokens, round(choice.num_expected, 2)
 (8, 2.4)
 
 They are accepted far less often than the drafter says, so plain decoding is best:
 
->>> for _ in range(100):
-...     budget.observe_accepted(0, choice.num_expected)
->>> budget.choose(batch=4, num_drafting=4).num_tokens
+>>> for _ in range(1000):
+...     budget.observe_accepted(0, choice.num_expected, num_requests=4)
+>>> budget.choose(batch=4, num_requests=4, num_drafting=4).num_tokens
 4
 """
 
@@ -26,10 +27,14 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-MEMORY = 0.95
-"""weight of the past per step, in the averages of probabilities and of accepted drafts"""
+MEMORY = 0.998
+"""weight of the past per request and step, in the averages of probabilities and of accepted drafts"""
 PRIOR = 8.0
 """drafts that are taken as accepted as expected before the first step"""
+WARM_UP = 256
+"""drafts of requests to observe before drafting may stop"""
+PROBE_EVERY = 64
+"""while drafting does not pay, every 64th step verifies drafts, to see whether they pay now"""
 
 
 class DraftCurve(NamedTuple):
@@ -48,6 +53,14 @@ class DraftCurve(NamedTuple):
         share = (num_drafts - below_count) / width if width else 0.0
         return below_sum + share * (self.sums[index] - below_sum)
 
+    def scaled(self, factor: float) -> "DraftCurve":
+        return DraftCurve([factor * count for count in self.counts], [factor * total for total in self.sums])
+
+    def mixed(self, other: "DraftCurve", weight: float) -> "DraftCurve":
+        """The average with `other`, which has this weight."""
+        pairs = zip(self.scaled(1 - weight), other.scaled(weight), strict=True)
+        return DraftCurve(*([one + two for one, two in zip(*pair, strict=True)] for pair in pairs))
+
 
 class Choice(NamedTuple):
     """The size of a verification pass, and the drafts that should be accepted by the drafter's probabilities."""
@@ -60,14 +73,14 @@ class DraftBudget:
     """Chooses the tokens of each verification pass.
 
     `seconds` has the time per step by batch size and tokens of the verification pass. As many tokens as requests mean
-    plain decoding, without the drafter. `memory` is the weight of earlier drafts in the average: 0 if the drafts to be
-    verified are observed themselves, as on a CPU.
+    plain decoding, without the drafter.
     """
 
-    def __init__(self, seconds: Mapping[int, Mapping[int, float]], memory: float = MEMORY) -> None:
-        self._seconds, self._memory = seconds, memory
-        self._curve: DraftCurve | None = None
-        """averages per request"""
+    def __init__(self, seconds: Mapping[int, Mapping[int, float]]) -> None:
+        self._seconds = seconds
+        self._average: DraftCurve | None = None
+        """of one request's drafts"""
+        self._num_observed = self._num_plain = 0
         self._num_expected = self._num_accepted = PRIOR
 
     @property
@@ -77,24 +90,33 @@ class DraftBudget:
 
     def observe(self, curve: DraftCurve, num_requests: int) -> None:
         """Take the drafts of `num_requests` requests into account."""
-        new = [[value / num_requests for value in values] for values in curve]
-        if self._curve is not None and self._memory:
-            new = [
-                [self._memory * old + (1 - self._memory) * value for old, value in zip(olds, values, strict=True)]
-                for olds, values in zip(self._curve, new, strict=True)
-            ]
-        self._curve = DraftCurve(*new)
+        own = curve.scaled(1 / num_requests)
+        self._average = own if self._average is None else own.mixed(self._average, MEMORY**num_requests)
+        self._num_observed += num_requests
 
-    def observe_accepted(self, num_accepted: int, num_expected: float) -> None:
+    def observe_accepted(self, num_accepted: int, num_expected: float, num_requests: int) -> None:
         """Take the accepted drafts of a pass into account; `num_expected` as in its `Choice`."""
-        self._num_expected = MEMORY * self._num_expected + num_expected
-        self._num_accepted = MEMORY * self._num_accepted + num_accepted
+        weight = MEMORY**num_requests
+        self._num_expected = weight * self._num_expected + num_expected
+        self._num_accepted = weight * self._num_accepted + num_accepted
 
-    def choose(self, batch: int, num_drafting: int) -> Choice:
-        """The best size of the next pass of `batch` requests, of which `num_drafting` have drafts."""
-        sizes = self._seconds[batch]
-        if self._curve is None:
-            return Choice(max(sizes), 0.0)
-        curve = self._curve
-        choices = [Choice(size, num_drafting * curve.expected((size - batch) / num_drafting)) for size in sizes]
-        return max(choices, key=lambda each: (batch + self.honesty * each.num_expected) / sizes[each.num_tokens])
+    def choose(self, batch: int, num_requests: int, num_drafting: int) -> Choice:
+        """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
+
+        `batch` is the captured batch size that they run in.
+        """
+        seconds = self._seconds[batch]
+        if self._average is None:
+            return Choice(max(seconds), 0.0)
+        drafts = self._average.scaled(num_drafting)
+        choices = [Choice(size, drafts.expected(size - batch)) for size in seconds if size > batch]
+        best = max(choices, key=lambda each: self._rate(each, batch, num_requests))
+        plain = Choice(batch, 0.0)
+        if self._num_observed < WARM_UP or self._rate(best, batch, num_requests) > num_requests / seconds[batch]:
+            return best
+        self._num_plain += 1
+        return plain if self._num_plain % PROBE_EVERY else best
+
+    def _rate(self, choice: Choice, batch: int, num_requests: int) -> float:
+        """Expected tokens per second."""
+        return (num_requests + self.honesty * choice.num_expected) / self._seconds[batch][choice.num_tokens]

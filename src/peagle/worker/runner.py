@@ -320,7 +320,7 @@ class Runner:
             return Choice(size * self.state.tokens.shape[1], 0.0)
         if self.budget is None:
             return Choice(self._fewest_tokens(requests, max(sizes)), 0.0)
-        choice = self.budget.choose(size, len(drafting))
+        choice = self.budget.choose(size, len(requests), len(drafting))
         if choice.num_tokens == size:
             for request in drafting:
                 request.is_paused = True
@@ -340,10 +340,11 @@ class Runner:
         for made in launch.passes:
             if self.budget is None or made.curve is None or made.num_expected is None:
                 continue
-            self.budget.observe_accepted(made.num_accepted, made.num_expected)
+            num_drafting = max(1, sum(request.has_drafts for request in made.requests))
+            self.budget.observe_accepted(made.num_accepted, made.num_expected, num_drafting)
             counts, sums = made.curve.tolist()
             if counts[-1]:
-                self.budget.observe(DraftCurve(counts, sums), sum(request.has_drafts for request in made.requests) or 1)
+                self.budget.observe(DraftCurve(counts, sums), num_drafting)
 
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""

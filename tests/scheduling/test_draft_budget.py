@@ -1,0 +1,60 @@
+"""Choosing the size of a verification pass from what drafts cost and bring."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.scheduling.draft_budget import PROBE_EVERY, WARM_UP, DraftBudget, DraftCurve
+
+LIKELY = DraftCurve((1, 2, 3, 4), (0.9, 1.7, 2.4, 3.0))
+UNLIKELY = DraftCurve((1, 2, 3, 4), (0.1, 0.11, 0.12, 0.12))
+CHEAP = {1: 1.0, 2: 1.1, 3: 1.15, 4: 1.2, 5: 1.25}
+DEAR = {1: 1.0, 2: 1.3, 3: 2.0, 4: 3.0, 5: 4.0}
+
+
+def observed(seconds: dict[int, float], curve: DraftCurve, num_times: int = WARM_UP) -> DraftBudget:
+    budget = DraftBudget({min(seconds): seconds})
+    for _ in range(num_times):
+        budget.observe(curve, num_requests=1)
+    return budget
+
+
+def test_without_any_observation_all_drafts_are_verified() -> None:
+    assert DraftBudget({1: DEAR}).choose(1, 1, 1).num_tokens == 5
+
+
+def test_likely_and_cheap_drafts_are_all_verified_and_dear_ones_in_part() -> None:
+    assert observed(CHEAP, LIKELY).choose(1, 1, 1).num_tokens == 5
+    assert observed(DEAR, LIKELY).choose(1, 1, 1).num_tokens == 2
+
+
+def test_drafting_stops_only_when_enough_was_seen_and_is_tried_again_at_times() -> None:
+    assert observed(DEAR, UNLIKELY, WARM_UP - 1).choose(1, 1, 1).num_tokens == 2
+    budget = observed(DEAR, UNLIKELY)
+    chosen = [budget.choose(1, 1, 1).num_tokens for _ in range(2 * PROBE_EVERY)]
+    assert chosen.count(2) == 2 and chosen.count(1) == 2 * PROBE_EVERY - 2
+
+
+def test_drafts_that_are_accepted_less_than_expected_lose_weight() -> None:
+    budget = observed({1: 1.0, 2: 1.2, 5: 2.2}, LIKELY)
+    assert budget.choose(1, 1, 1).num_tokens == 5
+    for _ in range(2000):
+        budget.observe_accepted(1, 3.0, num_requests=1)
+    assert budget.honesty == pytest.approx(1 / 3, rel=0.05)
+    assert budget.choose(1, 1, 1).num_tokens == 2
+
+
+def test_rows_that_pad_a_batch_emit_nothing() -> None:
+    """Three requests in a graph of four: 3 tokens in a second, or 4.8 with drafts."""
+    curve = DraftCurve((1,), (0.6,))
+    assert observed({4: 1.0, 8: 1.55}, curve).choose(4, num_requests=3, num_drafting=3).num_tokens == 8
+    assert observed({4: 1.0, 8: 1.65}, curve).choose(4, num_requests=3, num_drafting=3).num_tokens == 4
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=9), st.integers(0, 12))
+def test_more_drafts_never_bring_less(probabilities: list[float], num_drafts: int) -> None:
+    falling = sorted(probabilities, reverse=True)
+    sums = [sum(falling[: place + 1]) for place in range(len(falling))]
+    curve = DraftCurve(range(1, len(falling) + 1), sums)
+    assert curve.expected(num_drafts) == pytest.approx(sum(falling[:num_drafts]))
+    assert curve.expected(num_drafts) <= curve.expected(num_drafts + 0.5) <= curve.expected(num_drafts + 1)
