@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.scheduling.draft_budget import PROBE_EVERY, WARM_UP, DraftBudget, DraftCurve
+from peagle.scheduling.draft_budget import PROBE_EVERY, WARM_UP, Choice, DraftBudget, DraftCurve
 
 LIKELY = DraftCurve((1, 2, 3, 4), (0.9, 1.7, 2.4, 3.0))
 UNLIKELY = DraftCurve((1, 2, 3, 4), (0.1, 0.11, 0.12, 0.12))
@@ -39,9 +39,16 @@ def test_drafts_that_are_accepted_less_than_expected_lose_weight() -> None:
     budget = observed({1: 1.0, 2: 1.2, 5: 2.2}, LIKELY)
     assert budget.choose(1, 1, 1).num_tokens == 5
     for _ in range(2000):
-        budget.observe_accepted(1, 3.0, num_requests=1)
+        budget.observe_accepted(1, Choice(5, 1, 3.0))
     assert budget.honesty == pytest.approx(1 / 3, rel=0.05)
     assert budget.choose(1, 1, 1).num_tokens == 2
+
+
+def test_passes_whose_size_nobody_chose_say_nothing_about_the_probabilities() -> None:
+    budget = observed(CHEAP, LIKELY)
+    for _ in range(100):
+        budget.observe_accepted(3, Choice(5, 1))
+    assert budget.honesty == 1
 
 
 def test_rows_that_pad_a_batch_emit_nothing() -> None:

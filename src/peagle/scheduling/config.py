@@ -57,7 +57,8 @@ class EngineConfig(EngineOptions):
     """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens"""
     verify_tokens: int | None = None
     """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
-    each request, then the drafts most likely to be accepted. 0: verify all. Default: what pays, see `draft_budget`"""
+    each request, then the drafts most likely to be accepted. 0: verify all. Default: on a GPU those that pay
+    (`draft_budget`), on a CPU all"""
     capture_adjusted: bool = False
     """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
 

@@ -18,7 +18,7 @@ the first drafts are accepted with probability 0.6, and the others hardly ever, 
 They are accepted far less often than the drafter says, so plain decoding is best:
 
 >>> for _ in range(1000):
-...     budget.observe_accepted(0, choice.num_expected, num_requests=4)
+...     budget.observe_accepted(0, choice)
 >>> budget.choose(batch=4, num_requests=4, num_drafting=4).num_tokens
 4
 """
@@ -63,10 +63,13 @@ class DraftCurve(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The size of a verification pass, and the drafts that should be accepted by the drafter's probabilities."""
+    """The size of a verification pass."""
 
     num_tokens: int
-    num_expected: float
+    num_drafting: int = 0
+    """requests with drafts"""
+    num_expected: float | None = None
+    """drafts that should be accepted by the drafter's probabilities; None if these did not decide the size"""
 
 
 class DraftBudget:
@@ -94,11 +97,12 @@ class DraftBudget:
         self._average = own if self._average is None else own.mixed(self._average, MEMORY**num_requests)
         self._num_observed += num_requests
 
-    def observe_accepted(self, num_accepted: int, num_expected: float, num_requests: int) -> None:
-        """Take the accepted drafts of a pass into account; `num_expected` as in its `Choice`."""
-        weight = MEMORY**num_requests
-        self._num_expected = weight * self._num_expected + num_expected
-        self._num_accepted = weight * self._num_accepted + num_accepted
+    def observe_accepted(self, num_accepted: int, choice: Choice) -> None:
+        """Take the accepted drafts of a pass into account."""
+        if choice.num_expected is not None:
+            weight = MEMORY**choice.num_drafting
+            self._num_expected = weight * self._num_expected + choice.num_expected
+            self._num_accepted = weight * self._num_accepted + num_accepted
 
     def choose(self, batch: int, num_requests: int, num_drafting: int) -> Choice:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
@@ -107,16 +111,13 @@ class DraftBudget:
         """
         seconds = self._seconds[batch]
         if self._average is None:
-            return Choice(max(seconds), 0.0)
+            return Choice(max(seconds), num_drafting)
         drafts = self._average.scaled(num_drafting)
-        choices = [Choice(size, drafts.expected(size - batch)) for size in seconds if size > batch]
-        best = max(choices, key=lambda each: self._rate(each, batch, num_requests))
-        plain = Choice(batch, 0.0)
-        if self._num_observed < WARM_UP or self._rate(best, batch, num_requests) > num_requests / seconds[batch]:
+        expected = {size: drafts.expected(size - batch) for size in seconds if size > batch}
+        rates = {size: (num_requests + self.honesty * expected[size]) / seconds[size] for size in expected}
+        size = max(rates, key=lambda size: rates[size])
+        best = Choice(size, num_drafting, expected[size])
+        if self._num_observed < WARM_UP or rates[size] > num_requests / seconds[batch]:
             return best
         self._num_plain += 1
-        return plain if self._num_plain % PROBE_EVERY else best
-
-    def _rate(self, choice: Choice, batch: int, num_requests: int) -> float:
-        """Expected tokens per second."""
-        return (num_requests + self.honesty * choice.num_expected) / self._seconds[batch][choice.num_tokens]
+        return best if self._num_plain % PROBE_EVERY == 0 else Choice(batch)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.scheduling.draft_budget import Choice
 from peagle.scheduling.request import Request, TokenLogprobs
 from peagle.scheduling.scheduler import Chunk
 from peagle.worker.logprobs import LaunchLogprobs, LogprobSpan
@@ -69,8 +70,8 @@ class Pass:
     lines: list[int]
     """the line of each request in `emitted`"""
     is_decode: bool
-    num_expected: float | None = None
-    """drafts that should be accepted, as in `Choice`; None if nobody chose"""
+    choice: Choice | None = None
+    """the size of a decode pass"""
     curve: Tensor | None = None
     """the drafts for the next pass, as in `DraftCurve`"""
     logprobs: dict[int, LogprobSpan] = field(default_factory=dict)

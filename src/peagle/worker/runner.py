@@ -302,7 +302,7 @@ class Runner:
         epochs = [request.epoch for request in requests]
         made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
         if self.budget is not None and result.curve_2T is not None:
-            made.num_expected, made.curve = choice.num_expected, self._transfers.fetch(result.curve_2T)
+            made.choice, made.curve = choice, self._transfers.fetch(result.curve_2T)
         logprobs = LaunchLogprobs()
         made.add_logprobs(result, logprobs)
         logprobs.fetch(self._transfers)
@@ -313,13 +313,14 @@ class Runner:
         """The tokens of the verification pass. Requests whose drafts do not pay are paused."""
         size = len(requests) if self.captured is None else self.captured.size(len(requests))
         drafting = [request for request in requests if request.has_drafts]
-        sizes = verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0)
         if not drafting:
-            return Choice(size, 0.0)
+            return Choice(size)
+        num_places = self.state.tokens.shape[1]
         if is_adjusted:
-            return Choice(size * self.state.tokens.shape[1], 0.0)
+            return Choice(size * num_places, len(drafting))
         if self.budget is None:
-            return Choice(self._fewest_tokens(requests, max(sizes)), 0.0)
+            most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
+            return Choice(self._fewest_tokens(requests, most))
         choice = self.budget.choose(size, len(requests), len(drafting))
         if choice.num_tokens == size:
             for request in drafting:
@@ -338,13 +339,12 @@ class Runner:
     def observe(self, launch: Launch) -> None:
         """Let the budget learn from a collected launch."""
         for made in launch.passes:
-            if self.budget is None or made.curve is None or made.num_expected is None:
+            if self.budget is None or made.curve is None or made.choice is None:
                 continue
-            num_drafting = max(1, sum(request.has_drafts for request in made.requests))
-            self.budget.observe_accepted(made.num_accepted, made.num_expected, num_drafting)
+            self.budget.observe_accepted(made.num_accepted, made.choice)
             counts, sums = made.curve.tolist()
             if counts[-1]:
-                self.budget.observe(DraftCurve(counts, sums), num_drafting)
+                self.budget.observe(DraftCurve(counts, sums), made.choice.num_drafting)
 
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""
