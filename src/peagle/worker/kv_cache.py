@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.host_memory import total_bytes
 from peagle.scheduling.config import EngineConfig
-from peagle.targets.paged import LayerShape, Memory
+from peagle.targets.hf import HFTarget
+from peagle.targets.paged import LayerShape, Memory, PagedTarget
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +75,38 @@ def choose_num_pages(
 
 
 def make_kv_cache(
-    target_layers: tuple[LayerShape, ...],
-    drafter_layers: tuple[LayerShape, ...],
-    num_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    target: PagedTarget,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    max_batch: int,
+    pages_per_sequence: int,
+    num_drafts: int,
 ) -> KVCache:
-    return KVCache(
-        num_pages,
-        page_size,
-        Memory(target_layers, num_pages, page_size, dtype, device),
-        Memory(drafter_layers, num_pages, page_size, dtype, device),
+    """Pages for both models. Requests have up to `num_drafts` drafts."""
+    drafter_layers: tuple[LayerShape, ...] = ()
+    if drafter is not None:
+        drafter_layers = (LayerShape(drafter.config.num_kv_heads, drafter.config.head_dim),) * drafter.config.num_layers
+    layers, dtype, device = target.layers, target.target.dtype, target.target.device
+    num_pages = choose_num_pages(
+        config,
+        page_bytes(layers + drafter_layers, config.page_size, dtype),
+        free_bytes(device) - activation_bytes(target.target, config.prefill_tokens, max_batch, num_drafts),
+        pages_per_sequence,
+        max_batch,
     )
+    memories = (Memory(each, num_pages, config.page_size, dtype, device) for each in (layers, drafter_layers))
+    return KVCache(num_pages, config.page_size, *memories)
+
+
+def activation_bytes(target: HFTarget, prefill_tokens: int, max_batch: int, num_drafts: int) -> int:
+    """Memory to leave for activations: logits, in float32 at worst, and the hidden states of some layers."""
+    if target.device.type != "cuda":
+        return 0
+    num_logits = max(max_batch * (num_drafts + 1), 64)
+    num_tokens = max(prefill_tokens, 2 * num_logits)
+    intermediate = getattr(target.model.config.get_text_config(), "intermediate_size", 0) or 0
+    width = 8 * target.hidden_size + 4 * intermediate
+    # Adjusted logits need two more copies in float32, and tables per row. Their graphs may be captured late, but the
+    # memory must be there: running out of it then would fail every request.
+    logits = (14 * num_logits + 6 * max_batch) * target.vocab_size
+    return logits + 4 * num_tokens * width + 2**30

@@ -25,14 +25,14 @@ from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import cache_directory
-from peagle.targets.paged import LayerShape, PagedTarget
+from peagle.targets.paged import PagedTarget
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.calibrate import calibrate
 from peagle.worker.captured_steps import CapturedSteps, Progress, StepTimes
 from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.drafting import Drafting
 from peagle.worker.graphs import CaptureCost, CaptureError, compile_once
-from peagle.worker.kv_cache import KVCache, choose_num_pages, free_bytes, make_kv_cache, page_bytes
+from peagle.worker.kv_cache import make_kv_cache
 from peagle.worker.launch import Launch, Pass
 from peagle.worker.linear_layers import join_models, pack_models
 from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
@@ -89,9 +89,11 @@ class Runner:
             if num_draft_tokens is None:
                 num_draft_tokens = self._calibrate()
             self.num_draft_tokens = num_draft_tokens
-            self.kv_cache = self._make_kv_cache(max_length)
-            pages_per_sequence = self._pages_per_sequence(max_length)
             tree_nodes = config.tree_nodes if num_draft_tokens else None
+            pages_per_sequence = -(-(max_length + step_room(num_draft_tokens, tree_nodes)) // config.page_size)
+            self.kv_cache = make_kv_cache(
+                self.paged_target, self.drafter, config, max_batch, pages_per_sequence, tree_nodes or num_draft_tokens
+            )
             self.state = RowState.empty(max_batch, pages_per_sequence, num_draft_tokens, self.device, tree_nodes)
             self.rows = HostRows(max_batch, pages_per_sequence)
             self._transfers = Transfers(self.device)
@@ -398,40 +400,6 @@ class Runner:
         for layer in self.drafter.layers:
             layer.forward = _bound(forward, layer)
             self._restore.append(partial(layer.__dict__.pop, "forward", None))
-
-    def _make_kv_cache(self, max_length: int) -> KVCache:
-        drafter_layers: tuple[LayerShape, ...] = ()
-        if self.drafter is not None:
-            shape = LayerShape(self.drafter.config.num_kv_heads, self.drafter.config.head_dim)
-            drafter_layers = (shape,) * self.drafter.config.num_layers
-        layers = self.paged_target.layers
-        config, dtype = self.config, self.target.dtype
-        num_pages = choose_num_pages(
-            config,
-            page_bytes(layers + drafter_layers, config.page_size, dtype),
-            free_bytes(self.device) - self._activation_bytes(),
-            self._pages_per_sequence(max_length),
-            self.max_batch,
-        )
-        return make_kv_cache(layers, drafter_layers, num_pages, config.page_size, dtype, self.device)
-
-    def _pages_per_sequence(self, max_length: int) -> int:
-        room = step_room(self.num_draft_tokens, self.config.tree_nodes)
-        return -(-(max_length + room) // self.config.page_size)
-
-    def _activation_bytes(self) -> int:
-        """Memory to leave for activations: logits, in float32 at worst, and the hidden states of some layers."""
-        if self.device.type != "cuda":
-            return 0
-        num_drafts = self.num_draft_tokens and (self.config.tree_nodes or self.num_draft_tokens)
-        num_logits = max(self.max_batch * (num_drafts + 1), 64)
-        num_tokens = max(self.config.prefill_tokens, 2 * num_logits)
-        intermediate = getattr(self.target.model.config.get_text_config(), "intermediate_size", 0) or 0
-        width = 8 * self.target.hidden_size + 4 * intermediate
-        # Adjusted logits need two more copies in float32, and tables per row. Their graphs may be captured late, but
-        # the memory must be there: running out of it then would fail every request.
-        logits = (14 * num_logits + 6 * self.max_batch) * self.target.vocab_size
-        return logits + 4 * num_tokens * width + 2**30
 
     def step_times(self, batch: int) -> StepTimes | None:
         """Device time per decode step of `batch` requests; None without graphs. Only while no request runs."""
