@@ -124,18 +124,19 @@ def compare_passes(batches: Sequence[Batch], context: int, keep: int) -> None:
                 show(batch, compare(batch, heads, partial(measure, batch.num_requests)), keep)
 
 
-def tiling_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, int, torch.dtype, Gpu]:
+def tiling_arguments(batch: Batch, heads: Heads) -> tuple[int, int, int, int, int, int, torch.dtype, Gpu]:
     group_size = heads.num_heads // heads.num_groups
     width = max(16, 1 << (heads.width - 1).bit_length())
     gpu = gpu_of(torch.device("cuda"))
-    return batch.num_rows, group_size, batch.num_requests * heads.num_groups, width, torch.bfloat16, gpu
+    sizes = (batch.num_requests * batch.num_rows, batch.num_rows, batch.num_requests, heads.num_groups, group_size)
+    return *sizes, width, torch.bfloat16, gpu
 
 
 def candidates(batch: Batch, heads: Heads) -> Iterator[AttentionTiling]:
     """Tilings with a third to eight CTAs per SM."""
-    num_rows, group_size, num_teams, _, _, gpu = tiling_arguments(batch, heads)
+    _, num_rows, num_requests, num_groups, group_size, _, _, gpu = tiling_arguments(batch, heads)
     for tile, step, num_splits in itertools.product((16, 32, 64), (32, 64, 128), (1, 2, 3, 4, 6, 8, 11, 16, 32)):
-        num_programs = -(-num_rows * group_size // tile) * num_teams * num_splits
+        num_programs = -(-num_rows * group_size // tile) * num_requests * num_groups * num_splits
         if num_programs > NUM_COUNTERS or not gpu.num_sms / 3 <= num_programs <= 8 * gpu.num_sms:
             continue
         for num_warps, num_stages in itertools.product(NUM_WARPS[tile], (2, 5, 7)):

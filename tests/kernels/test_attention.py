@@ -202,10 +202,14 @@ def test_triton_attention_is_the_same_with_any_tiling(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tiling_fits_its_gpu(width: int, dtype: torch.dtype) -> None:
     small, large = Gpu(58, 100 << 10), Gpu(132, DEEP_PIPELINE_BYTES)
-    for gpu, num_rows, num_pairs in itertools.product((small, large), (1, 8, 33, 63, 300), (1, 24, 192, 999)):
-        tile, step, num_splits, _, num_stages = attention_tiling(num_rows, 3, num_pairs, width, dtype, gpu)
-        num_tiles = -(-num_rows * 3 // tile)
-        assert num_splits == 1 or (num_tiles + 1) * num_pairs <= NUM_COUNTERS, "a counter for each tile that is split"
+    sizes = itertools.product((small, large), (1, 8, 33, 63, 300), (1, 8, 64, 333), (1, 3))
+    for gpu, max_rows, num_requests, share in sizes:
+        num_rows = max(num_requests, num_requests * max_rows // share)
+        tile, step, num_splits, _, num_stages = attention_tiling(
+            num_rows, max_rows, num_requests, 3, 3, width, dtype, gpu
+        )
+        num_tiles = (num_rows * 3 // tile + num_requests) * 3
+        assert num_splits == 1 or num_tiles <= NUM_COUNTERS, "a counter for each tile that is split"
         # Finding a page takes a stage as well. Large tiles are multiplied where the keys lie, which stay for one more.
         num_held = max(1, (num_stages - 1) // 2) + (tile == 64 and dtype == torch.bfloat16)
         step_bytes = 2 * step * width * dtype.itemsize

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle.kernels.candidate_tree import MAX_NODES, CandidateTree, grow_tree, grow_tree_torch
+from peagle.kernels.candidate_tree import MAX_NODES, CandidateTree, grow_tree, grow_tree_on_cpu
 
 pytest.importorskip("triton")
 
@@ -62,7 +62,7 @@ def paths_of(tree: CandidateTree, request: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("num_depths", "width", "num_nodes"), [(1, 4, 3), (7, 16, 16), (8, 4, 32), (32, 2, MAX_NODES)])
 def test_the_nodes_are_the_best_paths_in_order(num_depths: int, width: int, num_nodes: int, paired: bool) -> None:
     logprob_BKX = random_logprobs(3, num_depths, width, paired=paired)
-    tree = grow_tree_torch(logprob_BKX, num_nodes)
+    tree = grow_tree_on_cpu(logprob_BKX, num_nodes)
     for request in range(3):
         paths = paths_of(tree, request)
         assert paths == best_paths(logprob_BKX[request], num_nodes)
@@ -79,7 +79,7 @@ def test_a_chain_is_a_tree_of_width_one() -> None:
     tree = grow_tree(logprob_BK1, limits_B, 5)
     masked_BK1 = logprob_BK1.clone()
     masked_BK1[1, 3:] = -INFINITY
-    expected = grow_tree_torch(masked_BK1, 5)
+    expected = grow_tree_on_cpu(masked_BK1, 5)
     for found, wanted in zip(tree, expected, strict=True):
         torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(tree.score_BM, expected.score_BM)
@@ -114,6 +114,6 @@ def test_triton_grows_the_tree_that_pytorch_grows(num_depths: int, width: int, n
     logprob_BKX[1, 1:] = -INFINITY  # a request that allows one token
     logprob_BKX[2] = logprob_BKX[2].round()  # ties
     found = grow_tree_triton(logprob_BKX.to(DEVICE), num_nodes)
-    for ours, expected in zip(found, grow_tree_torch(logprob_BKX, num_nodes), strict=True):
+    for ours, expected in zip(found, grow_tree_on_cpu(logprob_BKX, num_nodes), strict=True):
         assert ours.dtype == expected.dtype
         torch.testing.assert_close(ours.cpu(), expected)

@@ -55,7 +55,7 @@ def launch(
     padded_width = max(16, triton.next_power_of_2(width))
     group_size = num_heads // num_groups
     tile, step, num_splits, num_warps, num_stages = tilings.attention_tiling(
-        max_rows, group_size, num_requests * num_groups, padded_width, query.dtype, gpu_of(query.device)
+        num_rows, max_rows, num_requests, num_groups, group_size, padded_width, query.dtype, gpu_of(query.device)
     )
     # A request may need several tiles; only the device knows how many (`_tile_of`).
     is_tiled = max_rows * group_size > tile

@@ -30,8 +30,10 @@ where the first W is the choice at the depth before, and row 0 serves the first 
 Shapes: B requests, K depths, W tokens per depth, X = W or W x W (pairs), M nodes, L = M + 1.
 """
 
+import heapq
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +67,7 @@ def grow_tree(logprob_BKX: Tensor, max_depth_B: Tensor, num_nodes: int) -> Candi
         return _chain(logprob_BKX.flatten(1), num_nodes)
     if logprob_BKX.is_cuda:
         return CandidateTree(*grow_tree_on_gpu(logprob_BKX, num_nodes))
-    return grow_tree_torch(logprob_BKX, num_nodes)
+    return grow_tree_on_cpu(logprob_BKX, num_nodes)
 
 
 def chain(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,32 +83,44 @@ def _chain(logprob_BK: Tensor, num_nodes: int) -> CandidateTree:
     return CandidateTree(parent_BL, depth_BL, ancestors_BL, torch.zeros_like(score_BM, dtype=torch.int64), score_BM)
 
 
-def grow_tree_torch(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
-    """Best-first search; used on a CPU, and the reference for the kernel.
-
-    The frontier holds the score of every child of the nodes so far. Each round takes the best of all.
-    """
-    num_requests, num_depths, *_, width = logprob_BKX.shape
-    device, request_B = logprob_BKX.device, torch.arange(num_requests, device=logprob_BKX.device)
-    is_paired = logprob_BKX.dim() == 4
-    children_BKX = torch.cat([logprob_BKX, torch.full_like(logprob_BKX[:, :1], float("-inf"))], dim=1)
-    frontier_BLW = logprob_BKX.new_full((num_requests, num_nodes + 1, width), float("-inf"))
-    frontier_BLW[:, 0] = logprob_BKX[:, 0, 0] if is_paired else logprob_BKX[:, 0]
-    parent_BL, depth_BL, choice_BL = (
-        torch.zeros(num_requests, num_nodes + 1, dtype=torch.int64, device=device) for _ in range(3)
+def grow_tree_on_cpu(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
+    """Best-first search; also the reference for the kernel."""
+    trees = [_grow_one(logprob_KX, num_nodes) for logprob_KX in logprob_BKX.float().numpy(force=True)]
+    device = logprob_BKX.device
+    *links, score_BM = (np.stack(columns) for columns in zip(*trees, strict=True))
+    parent_BL, depth_BL, ancestors_BL, choice_BM = (torch.from_numpy(link).to(device) for link in links)
+    return CandidateTree(
+        parent_BL, depth_BL, ancestors_BL, choice_BM, torch.from_numpy(score_BM).to(device, logprob_BKX.dtype)
     )
-    ancestors_BL = torch.ones_like(parent_BL)
-    score_BL = logprob_BKX.new_zeros(num_requests, num_nodes + 1)
+
+
+def _grow_one(logprob_KX: np.ndarray, num_nodes: int) -> tuple[np.ndarray, ...]:
+    """The tree of one request. The frontier holds every child of the nodes so far; each round takes the best."""
+    is_paired, frontier = logprob_KX.ndim == 3, list[tuple[float, int, int]]()
+    # Places without a node keep these values.
+    parent, depth, choice = [0] * (num_nodes + 1), [0] + [1] * num_nodes, [0] * (num_nodes + 1)
+    score = np.full(num_nodes + 1, -np.inf, np.float32)
+    score[0] = 0.0
+
+    def add_children(node: int) -> None:
+        if depth[node] < len(logprob_KX):
+            below_X = logprob_KX[depth[node]]
+            for place, value in enumerate((score[node] + (below_X[choice[node]] if is_paired else below_X)).tolist()):
+                if value > -np.inf:
+                    heapq.heappush(frontier, (-value, node, place))
+
+    add_children(0)
     for node in range(1, num_nodes + 1):
-        score_B, best_B = frontier_BLW.flatten(1).max(1)
-        parent_B, choice_B = best_B // width, best_B % width
-        parent_BL[:, node], choice_BL[:, node], score_BL[:, node] = parent_B, choice_B, score_B
-        depth_BL[:, node] = depth_BL[request_B, parent_B] + 1
-        ancestors_BL[:, node] = ancestors_BL[request_B, parent_B] | (1 << node)
-        frontier_BLW[request_B, parent_B, choice_B] = float("-inf")
-        below = (request_B, depth_BL[:, node].clamp_max(num_depths))
-        frontier_BLW[:, node] = score_B[:, None] + children_BKX[(*below, choice_B) if is_paired else below]
-    return CandidateTree(parent_BL, depth_BL, ancestors_BL, choice_BL[:, 1:], score_BL[:, 1:])
+        if not frontier:
+            break
+        negative, parent[node], choice[node] = heapq.heappop(frontier)
+        score[node], depth[node] = -negative, depth[parent[node]] + 1
+        add_children(node)
+    ancestors = [1] * (num_nodes + 1)
+    for node in range(1, num_nodes + 1):
+        ancestors[node] = ancestors[parent[node]] | 1 << node
+    links = (np.array(each, np.int64) for each in (parent, depth, ancestors, choice[1:]))
+    return (*links, score[1:])
 
 
 def _grow_tree_on_gpu(logprob_BKX: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

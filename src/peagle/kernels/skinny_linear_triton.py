@@ -58,7 +58,8 @@ def skinny_linear_triton(
     return y_MN
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # else it is compiled anew for 1 row, for multiples of 16 and for others
+# Specialized for one row, not for multiples of 16: that would be one more kernel without gain.
+@triton.jit(do_not_specialize_on_alignment=["num_rows"])
 def _multiply(
     x_ptr,
     weight_ptr,
