@@ -42,7 +42,14 @@ def test_the_document_is_the_last_line_of_stdout_and_has_every_cell(bench):
             assert cell["acceptance_length"] is None
     assert document["num_prompts"] == 3 and document["workload"] == "arithmetic"
     assert {"target", "dtype", "device", "max_tokens", "temperature", "is_interrupted"} <= document.keys()
+    assert document["drafters"] == {"p-eagle": "drafter"}
     assert {"command", "commit", "versions", "hardware"} <= document["provenance"].keys()
+
+
+def test_without_a_number_the_engine_decides_how_many_drafts_to_verify(bench):
+    plain, cell = bench("--json", "--concurrency", 1).json["cells"]
+    assert plain["num_draft_tokens"] == 0 and cell["num_draft_tokens"] is None
+    assert cell["acceptance_length"] >= 1 and cell["num_divergences"] == 0
 
 
 def test_depths_beyond_a_drafters_training_are_left_out_and_said(bench, peagle, on_models, prompts):
@@ -57,6 +64,24 @@ def test_several_prompt_files_are_one_workload(bench, prompts, tmp_path):
     (tmp_path / "more.txt").write_text("one more\n")
     document = bench("--json", "--prompts", f"{prompts},{tmp_path / 'more.txt'}", "--limit", 2).json
     assert document["num_prompts"] == 3 and document["workload"] == "arithmetic+more"
+
+
+def test_a_limit_runs_that_many_prompts_once_and_leaves_out_batches_they_cannot_fill(bench):
+    result = bench("--json", "--limit", 2, "--concurrency", "1,2,8")
+    assert {(cell["concurrency"], cell["num_requests"]) for cell in result.json["cells"]} == {(1, 2), (2, 2)}
+    assert "concurrency 1,2 instead of 1,2,8: --limit leaves 2 requests" in result.err
+
+
+def test_a_limit_below_every_concurrency_still_runs(bench):
+    result = bench("--json", "--limit", 2, "--concurrency", "8")
+    assert {(cell["concurrency"], cell["num_requests"]) for cell in result.json["cells"]} == {(2, 2)}
+
+
+def test_the_tables_end_with_a_verdict(bench):
+    result = bench("--num-draft-tokens", 2, "--concurrency", 1)
+    assert result.out.splitlines()[-1].startswith("drafting ")
+    document = bench("--json", "--num-draft-tokens", 2, "--concurrency", 1).json
+    assert document["verdict"].startswith("drafting ") and document["recommended"][0]["num_draft_tokens"] == 2
 
 
 def test_the_table_and_the_plot_show_the_methods(bench, tmp_path):

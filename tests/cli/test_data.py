@@ -199,6 +199,7 @@ def test_given_prompts_that_repeat_are_in_the_final_table(peagle, on_target, tmp
     limits = ("--num-answers", 1, "--max-length", 64, "--keep-cut", *quick)
     result = peagle("data", "synthesize", "--given", path, *limits, "--output", tmp_path / "out", *on_target)
     assert result.status == 0 and re.search(r"dropped, prompt: given before\D+1 ", result.out)
+    assert re.search(r"^\d+ kept, \d+ dropped \(\d+ \w+: [a-z ]+\)$", result.out.splitlines()[-1]), result.out
 
 
 def test_an_interrupt_keeps_what_is_finished(peagle, on_target, prompts, tmp_path, monkeypatch):

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from peagle.checkpoint.card import BASELINE, read_card
-from peagle.server.metrics import baseline_of
+from peagle.checkpoint.card import BASELINE, SAMPLED_BASELINE, baseline_of, read_card
 
 
 @pytest.fixture
@@ -43,6 +42,12 @@ def test_no_speed_is_reported_since_bench_measures_it(evaluate):
     assert "tokens/s" not in evaluate().out
 
 
+def test_it_ends_with_a_verdict_and_a_number_of_draft_tokens(evaluate):
+    assert evaluate().out.splitlines()[-1].startswith("drafting ")
+    document = evaluate("--json").json
+    assert document["verdict"].startswith("drafting ") and 0 <= document["recommended_num_draft_tokens"] <= 4
+
+
 def test_limit_takes_the_first_prompts(evaluate):
     assert evaluate("--json", "--limit", 2).json["num_prompts"] == 2
 
@@ -66,4 +71,7 @@ def test_the_shipped_prompts_are_recorded_as_the_baseline_of_the_drift_alarm(pea
     baseline = baseline_of(card.acceptance | {"held_out_replay": {"per_position": [1.0] * 4}}, 4)
     assert baseline is not None and baseline.length == pytest.approx(entry["acceptance_length"], abs=1e-3)
     assert baseline.source == "decoding mixed_prompts at temperature 0"
+    assert peagle("eval", *on, "--record", "--temperature", 1).status == 0
+    acceptance = read_card(drafter).acceptance
+    assert acceptance[BASELINE] == entry and acceptance[SAMPLED_BASELINE]["temperature"] == 1
     assert peagle("doctor", drafter, "--target", models / "target", "--json").json["gate"]["passed"]

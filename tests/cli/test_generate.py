@@ -37,23 +37,11 @@ def test_the_answer_is_all_of_stdout_and_the_same_as_in_the_document(generate):
     (answer,) = document["answers"]
     assert streamed.out == answer["text"] + "\n"
     assert len(answer["token_ids"]) == LENGTH and answer["finish_reason"] == "length"
-    assert answer["method"] == "p-eagle, K = 4"
+    assert answer["method"] == "p-eagle, tree of 31"
     assert answer["tokens_per_second"] > 0 and answer["acceptance_length"] >= 1
     assert 0 < answer["time_to_first_token"] < answer["seconds"]
     assert "logprobs" not in answer, "nobody asked"
     assert tiny_tokenizer().decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
-
-
-def test_a_number_of_draft_tokens_that_was_chosen_is_said(generate):
-    assert "num_draft_tokens=4: " in generate().err
-    assert "num_draft_tokens" not in generate("--num-draft-tokens", 2).err
-
-
-def test_a_drafter_that_does_not_pay_here_is_left_out_and_the_table_says_so(generate, monkeypatch):
-    monkeypatch.setattr("peagle.worker.runner.calibrate", lambda *_: 0)
-    assert "plain, drafts do not pay here" in generate("--compare").out
-    (answer,) = generate("--json").json["answers"]
-    assert (answer["method"], answer["acceptance_length"]) == ("plain, drafts do not pay here", 1.0)
 
 
 def test_greedy_answers_with_and_without_drafts_are_identical(generate):
@@ -129,9 +117,9 @@ def test_several_answers_can_be_compared(generate):
     document = generate(*options, "--json").json
     assert document["identical_to_plain"] is True
     methods = [(answer["method"], answer["index"]) for answer in document["answers"]]
-    assert methods == [("plain", 0), ("plain", 1), ("p-eagle, K = 4", 0), ("p-eagle, K = 4", 1)]
+    assert methods == [("plain", 0), ("plain", 1), ("p-eagle, tree of 31", 0), ("p-eagle, tree of 31", 1)]
     out = generate(*options).out
-    assert "--- p-eagle, K = 4, answer 2 of 2\n" in out and "the answers of the two are identical" in out
+    assert "--- p-eagle, tree of 31, answer 2 of 2\n" in out and "the answers of the two are identical" in out
 
 
 def test_log_probabilities_are_in_the_document(generate):
@@ -152,7 +140,7 @@ def update(num_accepted, num_drafts, texts="abc", **changes):
 def test_tokens_are_told_apart_by_how_they_came_about():
     assert list(update(0, 0, "a").kinds) == ["plain"]
     assert list(update(2, 4).kinds) == ["accepted", "accepted", "recovered"]
-    assert list(update(2, 2).kinds) == ["accepted", "accepted", "bonus"]
+    assert list(update(2, 2, marks=4).kinds) == ["accepted", "accepted", "bonus"]
     assert list(update(3, 4).kinds) == ["accepted"] * 3, "the answer ended inside the draft"
     assert list(update(0, 4, "a").kinds) == ["recovered"]
 

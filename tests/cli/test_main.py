@@ -136,3 +136,43 @@ def test_a_reader_that_goes_away_is_no_error_to_complain_about():
 def test_the_process_ends_with_the_status_of_the_command():
     done = in_new_process("evil")
     assert done.returncode == 2 and done.stderr.startswith("error: no command 'evil'\nhint: did you mean 'eval'?")
+
+
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("fastapi", "uvicorn", "llguidance"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from peagle.cli.main import run
+sys.exit(run(["serve", "--port", "0"]))
+"""
+
+
+def test_all_packages_of_an_extra_that_are_missing_are_named_at_once():
+    ran = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "the server needs the packages fastapi, llguidance, uvicorn, which are not installed" in ran.stderr
+    assert "pip install 'peagle[serve]'" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("peagle ge", "generate"),
+        ("peagle deploy s", "sagemaker"),
+        ("peagle generate hello --max-to", "--max-tokens"),
+        ("peagle serve --memory", "--memory-share"),
+    ],
+)
+def test_bash_completes_commands_and_options(line, offered, tmp_path):
+    program = tmp_path / "peagle"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m peagle "$@"\n')
+    program.chmod(0o755)
+    words = line.split()
+    script = f"""eval "$(peagle --completion)"
+    COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _peagle; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert ran.stdout.split() == [offered], ran.stderr

@@ -110,7 +110,7 @@ def names_of(flags):
 @pytest.mark.parametrize("command", FLAGS)
 def test_flags_of(peagle, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "100")  # where it is wider, long lists stand side by side
-    lines = [line for line in peagle(*command.split(), "--help").out.splitlines() if re.match(r"\W+ --", line)]
+    lines = [line for line in peagle(*command.split(), "--help-all").out.splitlines() if re.match(r"\W+ --", line)]
     flags = {
         flag for line in lines for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", re.split(r"(?<=\S)  +", line)[0])
     }
@@ -129,6 +129,7 @@ def test_usage_of(peagle, command):
     }
     rest = few.get(command, f"[OPTIONS] {ARGUMENTS.get(command, '')}")
     assert usage == f"usage: peagle {command} [-h] {rest}".rstrip()
+    assert "{None}" not in text, "an option is left out, not set to None"
     words = re.sub(r"[\s│]+", " ", text)
     assert not re.search(r"\(default: (None|False|)\)", words), "a default that says nothing"
 
@@ -137,3 +138,24 @@ def test_usage_of(peagle, command):
 def test_help_begins_with_what_the_command_does(peagle, command):
     text = peagle(*command.split(), "--help").out.splitlines()[2]
     assert text.endswith((".", ":")) and len(text) > 40
+
+
+@pytest.mark.parametrize(
+    ("command", "rare"), [("generate", "--tolerance"), ("serve", "--memory-share"), ("train", "--retention")]
+)
+def test_rare_options_are_listed_only_on_demand_and_named_at_the_end(peagle, command, rare):
+    *body, last = peagle(command, "--help").out.splitlines()
+    assert rare not in "\n".join(body), "most readers do not need it"
+    assert last.startswith(f"`peagle {command} --help-all` also shows ") and rare in last
+    everything = peagle(command, "--help-all").out
+    assert rare in everything and "--help-all" not in everything
+
+
+def test_a_rare_option_works_as_any_other(peagle):
+    refused = peagle("generate", "hello", "--tolerance", "2", "--target", "./nowhere")
+    assert refused.status == 2 and "no target at './nowhere'" in refused.err
+
+
+def test_a_group_of_the_name_of_a_rare_option_is_shown(peagle):
+    text = peagle("deploy", "vllm", "--help").out
+    assert "--tensor-parallel-size" in text and "--parallel," not in text

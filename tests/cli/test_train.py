@@ -51,6 +51,14 @@ def test_a_recipe_and_flags_make_a_drafter_that_answers(train, peagle, models, t
     assert result.status == 0, result.err
     assert result.out == f"{tmp_path / 'drafter'}\n", "stdout is where the drafter is"
     assert "training on 6 conversations" in result.err and "step 4/4: loss " in result.err
+    ending = result.err.splitlines()[-4:]
+    assert ending[0].startswith("acceptance length ") and " on mixed_prompts; by position " in ending[0]
+    drafter = tmp_path / "drafter"
+    assert ending[1:] == [
+        f"the drafter is in {drafter}. Next:",
+        f"  peagle eval --drafter {drafter}",
+        f"  peagle serve --drafter {drafter}",
+    ]
     assert ", acc@depth 0." in result.err and " tokens/s, " in result.err and " steps/s, ETA 0:00:00" in result.err
     card = json.loads((tmp_path / "drafter" / "drafter_card.json").read_text())
     assert card["num_draft_tokens"] == 2 and card["training"]["num_steps"] == 4
@@ -88,6 +96,15 @@ def test_what_neither_recipe_nor_flags_give_is_asked_for(peagle, recipe):
 
 def test_the_recipe_shows_in_the_help_as_the_defaults(peagle, recipe):
     assert "(default: 4)" in peagle("train", "--recipe", recipe, "--help").out.split("--num-steps")[1].splitlines()[0]
+
+
+def test_a_recipe_that_ships_is_taken_by_name(peagle, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = peagle("train", "--recipe", "dense-8b", "--help").out
+    assert "(default: 40000)" in shown.split("--num-steps")[1].splitlines()[0], "its settings are the defaults"
+    refused = peagle("train", "--recipe", "nosuch", "--data", "data", "--output", "out")
+    assert refused.status == 2 and "no recipe 'nosuch'" in refused.err
+    assert "names: dense-8b, embedded, gpt-oss-20b, long-context, moe-30b" in refused.err
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name_and_nothing_is_written(train, recipe, tmp_path):

@@ -21,6 +21,7 @@ from peagle.checkpoint.native import load_drafter, save_drafter
 from peagle.engine.llm import LLM
 from peagle.errors import CapacityError, CheckpointError, ConfigError, PeagleError, TargetError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import TREE_DEPTH
 from peagle.targets import capacity, hub
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, entries, find
 from peagle.targets.hf import HFTarget
@@ -225,8 +226,9 @@ def test_a_name_runs_its_target_with_its_head_at_the_advised_depth_from_the_cach
     for length, head in heads.items():
         assert target.drafter_for(length) == head
         with LLM(target, max_length=length, max_batch=1) as llm:
-            assert llm.engine.num_draft_tokens == 7, "the depth its makers advise"
+            assert llm.engine.num_draft_tokens == TREE_DEPTH, "a tree"
             assert llm.drafter is not None and llm.drafter.config.num_draft_tokens == 10, "the depth it was trained for"
+            assert llm.drafter.config.usual_num_draft_tokens == 7, "the depth of a chain that its makers advise"
             assert str(target.shipped_drafter_name).endswith("long-context") == (length > 10_000)
             (output,) = llm.generate([TEXTS[0]], SamplingParams(max_tokens=4))
             assert output.outputs[0].token_ids[0] == plain

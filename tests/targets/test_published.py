@@ -27,7 +27,6 @@ from harness.published_models import (
     write_target,
 )
 from peagle.checkpoint.native import load_drafter
-from peagle.compare.divergence import NEAR_TIE
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -37,6 +36,7 @@ from peagle.targets.capacity import count_parameters
 from peagle.targets.catalog import find
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.targets.near_tie import NEAR_TIE
 from peagle.targets.quantized import dequantize_options, forget_quantization
 
 MAX_TOKENS = 24

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from harness.tiny_models import tiny_target
+from peagle.cli.recipe import DIRECTORY
 from peagle.config import from_toml
 from peagle.data.config import describe_file
 from peagle.data.shards import read_manifest
 from peagle.errors import ConfigError
 from peagle.objective.config import TrainConfig
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+RECIPES = sorted(DIRECTORY.glob("*.toml"))
+SCRIPT = Path(__file__).parents[2] / "recipes" / "embedded_drafter.py"
 ABSENT = {"data": Path("data"), "output": Path("drafter")}
 
 
@@ -31,13 +33,13 @@ def test_a_recipe_parses_and_leaves_data_and_output_to_the_user(path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_how_to_use_it_on_what_how_long_and_what_to_expect(path):
     text = path.read_text()
-    assert f"peagle train --recipe recipes/{path.name}" in text
+    assert f"peagle train --recipe {path.stem} " in text
     for word in ("# Hardware ", "# Time ", "# Expect "):
         assert word in text
 
 
 def test_the_script_tells_which_prompt_files_were_answered_and_refuses_others(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("embedded_drafter", RECIPES[0].with_name("embedded_drafter.py"))
+    spec = importlib.util.spec_from_file_location("embedded_drafter", SCRIPT)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     monkeypatch.setattr(recipe, "load_target", lambda name: tiny_target(num_layers=2))

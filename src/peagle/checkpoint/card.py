@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 CARD_NAME = "drafter_card.json"
 AUX_CONVENTION = "the residual stream entering each layer, before its norm"
-BASELINE = "baseline"
-"""Key in `DrafterCard.acceptance` of the entry that the drift alarm compares with."""
+BASELINE, SAMPLED_BASELINE = "baseline", "baseline_sampled"
+"""Keys in `DrafterCard.acceptance` of the entries that the drift alarm compares with: greedy, and sampled."""
 PAIR_HEAD = "pair_head"
 """Key of entries that were measured with a pair head: its rank."""
 DECODED = "decoded"
@@ -28,18 +28,21 @@ DECODED = "decoded"
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """Hashes that identify the target a drafter was trained on."""
+    """The target a drafter was trained on: hashes that identify it, and where it was."""
 
     name: str
     weights: str
     """fingerprint of the weights, independent of the dtype they are loaded in"""
     tokenizer: str
     chat_template: str
+    source: str | None = None
+    """its catalog name, Hugging Face id or absolute path; None on older cards"""
 
     @classmethod
     def of(cls, target: "HFTarget") -> "TargetIdentity":
         tokenizer = target.tokenizer
-        return cls(target.name, target.fingerprint(), tokenizer_hash(tokenizer), chat_template_hash(tokenizer))
+        hashes = target.fingerprint(), tokenizer_hash(tokenizer), chat_template_hash(tokenizer)
+        return cls(target.name, *hashes, target.source)
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,72 @@ class DrafterCard:
         return re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
-def trusted_acceptance(acceptance: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The entries of a card's `acceptance` to rely on: those measured by decoding, else all with per-position rates."""
+def trusted_acceptance(acceptance: Mapping[str, Any], is_sampled: bool = False) -> dict[str, Mapping[str, Any]]:
+    """The entries of a card's `acceptance` to rely on: those measured by decoding, else all with per-position rates.
+
+    Of these, the entries of greedy requests, or of sampled ones; an entry without a temperature is of both.
+    """
     entries = {name: entry for name, entry in acceptance.items() if isinstance(entry, Mapping)}
     entries = {name: entry for name, entry in entries.items() if entry.get("per_position")}
-    return {name: entry for name, entry in entries.items() if _is_decoded(name, entry)} or entries
+    entries = {name: entry for name, entry in entries.items() if _is_decoded(name, entry)} or entries
+    return {name: entry for name, entry in entries.items() if bool(entry.get("temperature", is_sampled)) == is_sampled}
 
 
 def _is_decoded(name: str, entry: Mapping[str, Any]) -> bool:
     # Older cards have no `kind`, but entries measured by decoding named their number of draft tokens.
     return entry.get("kind", DECODED if "num_draft_tokens" in entry else None) == DECODED and "replay" not in name
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The acceptance length that drift is measured against."""
+
+    length: float
+    source: str
+    """how it was measured"""
+    per_position: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    """share of steps that accept the drafts up to each position"""
+
+    def of_chain(self, num_draft_tokens: int) -> "Baseline":
+        """The baseline of shorter drafts.
+
+        >>> Baseline(2.4, "card", (0.8, 0.6)).of_chain(1), Baseline(2.4, "card", (0.8, 0.6)).of_chain(31)
+        (Baseline(length=1.8, source='card'), Baseline(length=2.4, source='card'))
+        """
+        if num_draft_tokens >= len(self.per_position):
+            return self
+        return replace(self, length=round(1 + sum(self.per_position[:num_draft_tokens]), 4))
+
+
+def baseline_of(acceptance: Mapping[str, Any], num_draft_tokens: int, is_sampled: bool = False) -> Baseline | None:
+    """The acceptance length to expect with `num_draft_tokens`, from a card; None if the card has no figure.
+
+    is_sampled: of requests with a temperature. Figures measured by decoding prompts go before replays of training data.
+    Rates per position do not depend on how many more positions are drafted, so a shorter draft's baseline is known too.
+
+    >>> baseline_of({"one": {"per_position": [0.6, 0.4, 0.2]}, "two": {"per_position": [0.8, 0.6, 0.4]}}, 2)
+    Baseline(length=2.2, source='one, two')
+    """
+    entries = {
+        name: entry
+        for name, entry in trusted_acceptance(acceptance, is_sampled).items()
+        if len(entry["per_position"]) >= num_draft_tokens
+    }
+    if not entries or num_draft_tokens < 1:
+        return None
+    columns = zip(*(entry["per_position"][:num_draft_tokens] for entry in entries.values()), strict=True)
+    rates = tuple(sum(column) / len(column) for column in columns)
+    return Baseline(round(1 + sum(rates), 4), sources_of(entries), rates)
+
+
+def sources_of(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """How entries of `acceptance` were measured."""
+    return ", ".join(
+        f"decoding {entry.get('prompts', name)} at temperature {entry.get('temperature', 0):g}"
+        if entry.get("kind") == DECODED
+        else name
+        for name, entry in entries.items()
+    )
 
 
 def pair_head_of(drafter: "Drafter") -> dict[str, Any]:
@@ -134,11 +193,16 @@ def without_pair_head(card: DrafterCard) -> DrafterCard:
 
 
 def card_of(drafter: "Drafter", target: "HFTarget", provenance: dict[str, Any] | None = None) -> DrafterCard:
-    """The drafter's card, or a new one for a drafter without; `provenance` replaces the card's."""
-    config = drafter.config
+    """The drafter's card, or a new one for a drafter without; `provenance` replaces the card's.
+
+    It says where the target is now, unless this is another target than the card's.
+    """
+    config, identity = drafter.config, TargetIdentity.of(target)
     card = drafter.card or DrafterCard(
-        TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
+        identity, config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids
     )
+    if card.target.weights == identity.weights and identity.source is not None:
+        card = dataclasses.replace(card, target=dataclasses.replace(card.target, source=identity.source))
     return card if provenance is None else dataclasses.replace(card, provenance=provenance)
 
 

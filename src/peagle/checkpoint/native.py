@@ -33,6 +33,7 @@ from peagle.checkpoint.layouts import (
     weights_files,
 )
 from peagle.checkpoint.pair_head import read_pair_head
+from peagle.checkpoint.pairing import HOLDS, check_complete, check_sizes
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.pair_head import PairHead
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 SCRATCH_PREFIX = ".saving-"
 COMPACT_TENSOR = "mask_embedding"
 """Only our compact form has it; no other engine reads it."""
-HOLDS = f"a drafter directory holds {CONFIG_NAME} and {WEIGHTS_NAME}, or shards of it with their index"
 MISSING_HINTS = {
     "d2t": "the vocabulary map was left behind; engines would take draft ids for target ids",
     "mask_hidden": "the learned placeholder state was left behind; parallel drafting needs it",
@@ -185,10 +185,7 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
     if not directory.is_dir():
         directory = _shipped(directory, target)
     directory = complete_directory(directory)
-    missing = [] if (directory / CONFIG_NAME).is_file() else [CONFIG_NAME]
-    missing += [] if weights_files(directory) else [WEIGHTS_NAME]
-    for name in missing:
-        raise CheckpointError(f"no drafter at {directory}: {name} is missing", hint=HOLDS)
+    check_complete(directory)
     return directory
 
 
@@ -230,8 +227,10 @@ def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mi
         return
     message = f"{directory} was trained for target {card.target.name!r}; of the given target, {target.name!r}, "
     if not allow_mismatch:
+        own = f", {card.target.source}" if card.target.source else ""
         raise CheckpointError(
-            message + "; ".join(found), hint="use the drafter's own target, or pass --allow-mismatch to try it anyway"
+            message + "; ".join(found),
+            hint=f"use the drafter's own target{own}, or pass --allow-mismatch to try it anyway",
         )
     log.warning("%s", message + "; ".join(found))
 
@@ -251,21 +250,11 @@ def _check_agreement(card: DrafterCard, config: DrafterConfig, directory: Path) 
 
 def check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> None:
     """Refuse sizes that cannot work with the target."""
-    for name, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-    ):
-        if ours != theirs:
-            raise CheckpointError(
-                f"{directory / CONFIG_NAME}: {name} is {ours}, but target {target.name!r} has {theirs}",
-                hint="the drafter belongs to another target",
-            )
-    if max(config.aux_layer_ids) >= target.num_layers or min(config.aux_layer_ids) < 0:
-        raise CheckpointError(
-            f"{directory / CONFIG_NAME}: the drafter reads layers {list(config.aux_layer_ids)}, "
-            f"but those of target {target.name!r} are 0 to {target.num_layers - 1}",
-            hint="the drafter belongs to another target, or its ids count from 1",
-        )
+    sizes = {
+        "vocab_size": (config.vocab_size, target.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.hidden_size),
+    }
+    check_sizes(directory, target.name, sizes, config.aux_layer_ids, target.num_layers)
 
 
 def _fill(

@@ -3,7 +3,9 @@
 import contextlib
 import inspect
 import io
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -13,15 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
 
+from peagle.cli.progress import working
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts, workload_name
-from peagle.errors import ConfigError, PeagleError
+from peagle.errors import ConfigError, PeagleError, TargetError
 from peagle.sampling_params import SamplingParams
 from peagle.server.settings import keys_in
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 D = TypeVar("D", "TargetArguments", "DrafterArguments")
@@ -37,11 +42,21 @@ class TargetArguments:
     """Target model."""
 
     target: str | None = None
-    """directory, GGUF file, name in `peagle catalog`, or Hugging Face id; default: the built-in model"""
+    """directory, GGUF file, name in `peagle catalog`, or Hugging Face id; default: the drafter's own target, or the
+    built-in model if no drafter is given"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on a GPU; on a CPU float32, or bfloat16 if the weights need it and the CPU supports it"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
+
+    def check(self) -> None:
+        """Refuse a target or a device that is not there, before torch is imported."""
+        from peagle.targets.catalog import DEFAULT_TARGET
+        from peagle.targets.hub import check_source
+
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise TargetError(f"unknown device {self.device!r}", hint='use "auto", "cpu", "cuda" or "cuda:0"')
+        check_source(self.target or DEFAULT_TARGET)
 
     def load(self) -> "HFTarget":
         from transformers.utils import logging as transformers_logging
@@ -50,7 +65,8 @@ class TargetArguments:
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        return load_target(self.target, dtype=self.dtype, device=self.device)
+        with working(f"loading the target {self.target or ''}".rstrip()):
+            return load_target(self.target, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -62,21 +78,39 @@ class DrafterArguments:
     allow_mismatch: bool = False
     """accept a drafter trained for other weights, another tokenizer or another chat template"""
 
-    def check(self, target: TargetArguments) -> None:
-        """Refuse a drafter that is not public, before anything is downloaded."""
+    def target_for(self, target: TargetArguments) -> TargetArguments:
+        """The options of the target to use: of the given one, else of the one on the drafter's card.
+
+        Refuses a target that is not there, before torch is imported.
+        """
+        from peagle.checkpoint.pairing import target_of
+
+        if self.drafter is not None and target.target is None:
+            target = replace(target, target=target_of(self.drafter))
+            if target.target is not None:
+                log.info("target %s, for which the drafter was trained", target.target)
+        target.check()
+        return target
+
+    def pair(self, target: TargetArguments) -> TargetArguments:
+        """The same, and refuse a drafter that is not there or not public."""
+        from peagle.checkpoint.pairing import check_drafter
         from peagle.targets.catalog import DEFAULT_TARGET, find
 
+        target = self.target_for(target)
         entry = find(target.target or DEFAULT_TARGET)
-        if entry is None:
-            return
-        for each in (entry.drafter(),) if self.drafter is None else entry.drafters:
+        if self.drafter is not None:
+            check_drafter(self.drafter, entry)
+        for each in () if entry is None else (entry.drafter(),) if self.drafter is None else entry.drafters:
             if self.drafter in (None, each.variant):
-                each.check_public(entry.name)
+                each.check_public(None if entry is None else entry.name)
+        return target
 
     def load(self, target: "HFTarget") -> "Drafter":
         from peagle.checkpoint.native import load_drafter
 
-        return load_drafter(self.drafter, target, allow_mismatch=self.allow_mismatch)
+        with working("loading the drafter"):
+            return load_drafter(self.drafter, target, allow_mismatch=self.allow_mismatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +170,10 @@ class WorkloadArguments:
     prompts: Files | None = None
     """prompt files, comma-separated"""
     limit: int | None = None
-    """use only the first N prompts of each file"""
+    """use only the first N prompts of each file, each once"""
     num_requests: int | None = None
-    """requests per measurement; default: each prompt once, and at least 8 x concurrency above 1"""
+    """requests per measurement, repeating prompts; default: each prompt once, and without --limit at least 8 x
+    concurrency above 1"""
     max_tokens: int = 256
     """most tokens per answer"""
     temperature: float = 0.0
@@ -153,6 +188,12 @@ class WorkloadArguments:
     def read(self) -> list[Prompt]:
         return [prompt for path in self.prompts or () for prompt in read_prompts(path, limit=self.limit)]
 
+    def requests(self, concurrency: int, num_prompts: int) -> int:
+        """Requests of a measurement. By default at least eight per batch slot: the emptying batch weighs little."""
+        if self.num_requests is not None:
+            return self.num_requests
+        return num_prompts if concurrency <= 1 or self.limit is not None else max(8 * concurrency, num_prompts)
+
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
@@ -164,7 +205,18 @@ class WorkloadArguments:
 
 SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
+RARE = {
+    "alarms", "allow_mismatch", "anchors", "checkpoint_activations", "cors_origins", "detailed", "drain_seconds",
+    "dummy", "eagle3_drafter", "eager", "extra_body", "goodput", "ignore_eos", "init", "keep_cut", "labels",
+    "logprobs", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel", "prefill_tokens",
+    "ready_seconds", "repetition_penalty", "request_seconds", "retention", "reuse_prefixes", "save_every",
+    "security_groups", "subnets", "tags", "tolerance", "vllm_python",
+}  # fmt: skip
+"""Fields whose options only --help-all shows. They work all the same."""
+HELP_ALL = "--help-all"
 HINTS = ConstructorRegistry()
+_hides_rare: list[bool] = []
+_rare: list[str] = []
 _delegated: list[StructTypeInfo] = []
 
 
@@ -178,7 +230,12 @@ def _without_evident_defaults(info: StructTypeInfo) -> StructConstructorSpec | N
     _delegated.pop()
     assert isinstance(spec, StructConstructorSpec)
     hint = tyro.conf.arg(help_behavior_hint=lambda label: "" if label in SELF_EVIDENT else f"(default: {label})")
-    fields = [replace(each, type=Annotated[each.type, hint]) for each in spec.fields]  # type: ignore[arg-type]
+    fields: list[Any] = [replace(each, type=Annotated[each.type, hint]) for each in spec.fields]  # type: ignore[arg-type]
+    for index, each in enumerate(fields):
+        if each.name in RARE and not is_dataclass(spec.fields[index].type):  # a group has options of its own
+            _rare.append(f"--{each.name.replace('_', '-')}")
+            if _hides_rare:
+                fields[index] = replace(each, type=Annotated[each.type, tyro.conf.Suppress])
     return replace(spec, fields=tuple(fields))
 
 
@@ -188,10 +245,14 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
     Errors raised by the dataclass propagate. Tyro explains other bad options on stderr and exits with status 2.
     """
     # A recipe may have changed the default of a boolean: keep both of its flags.
-    options["config"] = MARKERS[:1] if "default" in options else MARKERS
+    options["config"] = MARKERS[:2] if "default" in options else MARKERS
     description = inspect.cleandoc(description or sys.modules[kind.__module__].__doc__ or "")
     options |= {"prog": f"peagle {command}", "description": description}
     output = io.StringIO()
+    _rare.clear()
+    # Tyro does not parse what it hides, so rare options are hidden only where help is asked for.
+    _hides_rare[:] = [True] if {"-h", "--help"} & set(argv) else []
+    argv = ["--help" if word == HELP_ALL else word for word in argv]
     try:
         with contextlib.redirect_stderr(output):
             return tyro.cli(kind, args=argv, registry=HINTS, **options)
@@ -202,6 +263,8 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
         if cause is not None:  # tyro takes every ValueError of a dataclass, ours too
             raise cause from None
         sys.stderr.write(output.getvalue())
+        if end.code == 0 and _rare and _hides_rare:
+            print(f"`peagle {command} {HELP_ALL}` also shows {', '.join(dict.fromkeys(_rare))}")
         raise
 
 

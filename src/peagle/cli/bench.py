@@ -4,6 +4,7 @@ Reports throughput, latency, acceptance, the split of a step, memory, and how ma
 --anchors adds transformers itself, --dummy measures against memory bandwidth. `peagle bench serve` load-tests a server.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
-from peagle.bench.offline import cells_of, default_num_requests, depths_of, llm_factory, shipped_eagle3_drafter, sweep
-from peagle.bench.report import check_plot, document_of, facts_of, plot, print_document, tables
-from peagle.cli.arguments import ModelArguments, Names, Numbers, WorkloadArguments, accelerator, parse
+from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
+from peagle.bench.plot import check_plot, plot
+from peagle.bench.report import document_of, facts_of, print_document, tables
+from peagle.bench.verdict import best_by_concurrency, sweep_verdict
+from peagle.cli.arguments import ModelArguments, Names, Numbers, TargetArguments, WorkloadArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
 from peagle.errors import CheckpointError, ConfigError, nearest
@@ -22,6 +25,8 @@ from peagle.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 METHODS = (PLAIN, "eagle3", "p-eagle")
 DEFAULT_METHODS = (PLAIN, "p-eagle")
@@ -32,7 +37,8 @@ class Arguments(ModelArguments):
     methods: Names = DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: Numbers | None = None
-    """draft tokens per step; skips what the drafter was not trained for; default: 7, or its trained depth"""
+    """verify this many draft tokens in every step; skips what the drafter was not trained for; default: the engine
+    decides in each step"""
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
     json: bool = False
@@ -53,13 +59,13 @@ def main(argv: list[str]) -> int:
         from peagle.cli import bench_serve
 
         return bench_serve.main(argv[1:])
-    arguments = parse(Arguments, "bench", argv)
-    check(arguments)
+    arguments = checked(parse(Arguments, "bench", argv))
     results: list[CellResult] = []
     run = run_dummy if arguments.dummy is not None else run_workload
     facts, interrupt = run(arguments, results)
     document = document_of(results, **facts, is_interrupted=interrupt is not None)
-    print_document(document, arguments.json, *tables(document))
+    document |= {"verdict": sweep_verdict(document["cells"]), "recommended": best_by_concurrency(document["cells"])}
+    print_document(document, arguments.json, *tables(document), verdict=document["verdict"])
     if arguments.plot is not None and any(result.answers for result in results):
         plot(document, arguments.plot)
     if interrupt is not None:
@@ -67,8 +73,8 @@ def main(argv: list[str]) -> int:
     return 1 if any(result.failure and result.cell.method in METHODS for result in results) else 0
 
 
-def check(arguments: Arguments) -> None:
-    """Refuse invalid and contradictory options before anything is loaded."""
+def checked(arguments: Arguments) -> Arguments:
+    """Refuse invalid and contradictory options before anything is loaded; fill in the drafter's target."""
     if arguments.plot is not None:
         check_plot(arguments.plot)
     for method in arguments.methods:
@@ -84,6 +90,8 @@ def check(arguments: Arguments) -> None:
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens is not None and not drafted:
         raise ConfigError("--num-draft-tokens needs a method that drafts", hint="add p-eagle or eagle3 to --methods")
+    if arguments.dummy is None:
+        arguments = replace(arguments, target=_target(arguments, drafted))
     if "eagle3" in drafted and (arguments.eagle3_drafter or shipped_eagle3_drafter(arguments.target.target)) is None:
         raise ConfigError(
             "the method eagle3 needs an EAGLE-3 drafter, and none ships for this target",
@@ -101,6 +109,18 @@ def check(arguments: Arguments) -> None:
             f"--anchors decode greedily, but --temperature is {temperature}: rates would not be comparable",
             hint="drop one of the two",
         )
+    return arguments
+
+
+def _target(arguments: Arguments, drafted: Sequence[str]) -> TargetArguments:
+    """The target of the first drafter that is given and used."""
+    target = arguments.target
+    if "p-eagle" in drafted:
+        target = arguments.drafter.pair(target)
+    if "eagle3" in drafted and arguments.eagle3_drafter is not None:
+        target = replace(arguments.drafter, drafter=arguments.eagle3_drafter).pair(target)
+    target.check()
+    return target
 
 
 def _check_dummy(arguments: Arguments) -> None:
@@ -129,19 +149,34 @@ def _check_dummy(arguments: Arguments) -> None:
 def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it."""
     params, prompts = arguments.workload.params, arguments.workload.read()
-    if "p-eagle" in arguments.methods:
-        arguments.drafter.check(arguments.target)
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
     prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
+    arguments = replace(arguments, concurrency=filled(arguments, len(prompts)))
+    num_requests = {places: arguments.workload.requests(places, len(prompts)) for places in arguments.concurrency}
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
-    given = arguments.workload.num_requests
-    num_requests = {places: given or default_num_requests(places, len(prompts)) for places in arguments.concurrency}
     interrupt = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results)
     if interrupt is None:
         compare_with_plain(target, prompt_ids, results, params)
-    return facts_of(target, params, accelerator(target), arguments.workload.name, len(prompts)), interrupt
+    names = {method: drafter_name(arguments, method, target) for method in drafters}
+    facts = facts_of(target, params, accelerator(target), arguments.workload.name, len(prompts), drafters=names)
+    return facts, interrupt
+
+
+def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
+    """The concurrency to measure, without batches that --limit leaves too few prompts for."""
+    concurrency, workload = arguments.concurrency, arguments.workload
+    if workload.limit is None or workload.num_requests is not None or max(concurrency) <= num_prompts:
+        return concurrency
+    kept = tuple(places for places in concurrency if places <= num_prompts) or (num_prompts,)
+    log.warning(
+        "concurrency %s instead of %s: --limit leaves %d requests; --num-requests sets another number",
+        ",".join(map(str, kept)),
+        ",".join(map(str, concurrency)),
+        num_prompts,
+    )
+    return kept
 
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
@@ -158,6 +193,14 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     interrupt = measure(arguments, cells, target, {}, prompt_ids, params, num_requests, results)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
     return facts | {"bandwidth": bandwidth_report(target, bandwidth, results)}, interrupt
+
+
+def drafter_name(arguments: Arguments, method: str, target: "HFTarget") -> str:
+    """Name of a method's drafter: its directory, repository or variant."""
+    given = arguments.drafter.drafter
+    if method == "eagle3":
+        given = arguments.eagle3_drafter or shipped_eagle3_drafter(arguments.target.target)
+    return (Path(given).name or given) if given else target.shipped_drafter_name or method
 
 
 def load_drafters(arguments: Arguments, target: "HFTarget") -> dict[str, "Drafter"]:

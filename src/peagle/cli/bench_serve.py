@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from peagle.bench.client import Outcome, Question, root_of
-from peagle.bench.offline import default_num_requests
 from peagle.bench.online import Load, Result, measure, read_goals
 from peagle.bench.online_report import document_of, plot, tables
-from peagle.bench.report import check_plot, print_document
+from peagle.bench.plot import check_plot
+from peagle.bench.report import print_document
 from peagle.cli.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
 from peagle.cli.progress import progress_bar
 from peagle.config import json_object
@@ -125,7 +125,7 @@ def run(
     is_open = arguments.concurrency is None and arguments.request_rate != (math.inf,)
     concurrency = (None,) if is_open else arguments.concurrency or DEFAULT_CONCURRENCY
     planned = [
-        Result(Load(places, rate), arguments.workload.num_requests or default_num_requests(places or 0, len(prompts)))
+        Result(Load(places, rate), arguments.workload.requests(places or 0, len(prompts)))
         for rate in arguments.request_rate
         for places in concurrency
     ]

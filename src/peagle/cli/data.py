@@ -18,7 +18,8 @@ from peagle.cli.inspection import show
 from peagle.cli.progress import progress_bar
 from peagle.cli.recipe import parse_with_recipe
 from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until
-from peagle.data.progress import RunProgress
+from peagle.data.json_rows import read_lines
+from peagle.data.progress import RunProgress, drops
 from peagle.data.prompts import read_dialogs
 
 
@@ -81,6 +82,7 @@ def synthesize(argv: list[str]) -> int:
     """
     arguments, config = parse_with_recipe(Synthesize, "data synthesize", argv, SynthesisConfig, synthesize.__doc__)
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
+    arguments.target.check()
     target = arguments.target.load()
 
     from peagle.data.synthesis import write_synthesis
@@ -97,6 +99,7 @@ def regenerate(argv: list[str]) -> int:
     """
     arguments, config = parse_with_recipe(Regenerate, "data regenerate", argv, RegenerationConfig, regenerate.__doc__)
     dialogs = [dialog for path in arguments.prompts for dialog in read_dialogs(path, limit=arguments.limit)]
+    arguments.target.check()
     target = arguments.target.load()
 
     from peagle.data.regeneration import answer_dialogs
@@ -111,6 +114,9 @@ def inspect(argv: list[str]) -> int:
     Takes a directory written by `peagle data`, or a file of conversations.
     """
     arguments = parse(Inspect, "data inspect", argv, description=inspect.__doc__)
+    if not arguments.data.is_dir():
+        next(read_lines(arguments.data), None)
+    TargetArguments(arguments.target).check()
 
     from peagle.data.inspection import inspect as inspect_data
     from peagle.targets.load import load_tokenizer
@@ -167,5 +173,6 @@ def _generate(arguments: Run, write: Callable[..., dict[str, Any]]) -> int:
     if progress.seconds:
         rows["answer tokens/s kept, this run"] = f"{progress.tokens_per_second:,.1f}"
     table = make_table(str(arguments.output), ("measure", "value"), rows.items())
-    print_document({"output": str(arguments.output)} | counts | speed, arguments.json, table)
+    verdict = f"{counts['num_rows']:,} kept, {drops(counts['dropped'])}" if counts["dropped"] else None
+    print_document({"output": str(arguments.output)} | counts | speed, arguments.json, table, verdict=verdict)
     return 0

@@ -20,8 +20,9 @@ from peagle.bench.report import make_table
 from peagle.cli.arguments import ModelArguments, parse, with_positional
 from peagle.cli.progress import progress_bar
 from peagle.data.prompts import read_prompts
-from peagle.errors import CheckpointError, ConfigError
+from peagle.errors import CheckpointError, ConfigError, TargetError
 from peagle.provenance import commit, package_version, processor_name
+from peagle.targets.catalog import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from peagle.compare.gate import Verdict
@@ -49,11 +50,19 @@ class Arguments(ModelArguments):
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "doctor", argv)
-    given = with_positional(arguments.drafter, "drafter", arguments.directory).drafter
+    options = with_positional(arguments.drafter, "drafter", arguments.directory)
+    given = options.drafter
     if given is None:
         for name, default in (("prompts", None), ("record", False), ("engine", "native")):
             if getattr(arguments, name) != default:
                 raise ConfigError(f"--{name} needs a drafter", hint="give its directory: peagle doctor DRAFTER")
+    if arguments.prompts is not None:
+        read_prompts(arguments.prompts, limit=1)
+    if given is not None:  # what a directory lacks is the gate's finding
+        find = options.target_for if Path(given).expanduser().is_dir() else options.pair
+        arguments = replace(arguments, target=find(arguments.target))
+    elif arguments.target.target is not None:
+        arguments.target.check()
     document: dict[str, Any] = {"machine": machine(arguments)}
     verdict = None
     if given is not None:
@@ -109,6 +118,7 @@ def machine(arguments: Arguments) -> dict[str, Any]:
 
     device, revision = choose_device(arguments.target.device), commit()
     return {
+        "verdict": readiness(str(device)),
         "peagle": f"{__version__} ({revision})" if revision else __version__,
         "python": platform.python_version(),
         **{name: package_version(name) or "not installed" for name in PACKAGES},
@@ -121,6 +131,17 @@ def machine(arguments: Arguments) -> dict[str, Any]:
         "attention": "paged, Triton" if device.type == "cuda" else "paged, PyTorch",
         "cache": str(cache_directory()),
     }
+
+
+def readiness(device: str) -> str:
+    """Whether `peagle generate` works here without options, and what is missing if not."""
+    from peagle.targets.hub import check_source
+
+    try:
+        check_source(DEFAULT_TARGET)
+    except TargetError as error:
+        return f"READY on {device}, except that {error.message}: {error.hint}"
+    return f"READY on {device}: `peagle generate PROMPT` runs here"
 
 
 def describe_target(target: "HFTarget") -> dict[str, Any]:
@@ -182,6 +203,8 @@ def describe_shipped(target: "HFTarget", allow_mismatch: bool) -> dict[str, Any]
 
 def show(document: dict[str, Any], verdict: "Verdict | None") -> None:
     console = Console()
+    for line in conclusion(verdict) if verdict is not None else [document["machine"]["verdict"]]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for title, facts in document.items():
         if title != "gate":
             rows = [
@@ -196,8 +219,6 @@ def show(document: dict[str, Any], verdict: "Verdict | None") -> None:
     ]
     title = f"gate for the {verdict.engine} engine"
     console.print(make_table(title, ("check", "result", "found"), checks, num_right=0))
-    for line in conclusion(verdict):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def conclusion(verdict: "Verdict") -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.bench.report import make_table, print_document
+from peagle.bench.verdict import acceptance_verdict, shortest_draft
 from peagle.cli.arguments import ModelArguments, accelerator, parse
 from peagle.cli.progress import progress_bar
 from peagle.data.config import require_at_least
@@ -31,7 +32,8 @@ class Arguments(ModelArguments):
     temperature: float = 0.0
     """0 decodes greedily; 1 samples the target's own distribution"""
     record: bool = False
-    """write the result to the drafter's card, as the baseline of the server's drift alarm"""
+    """write the result to the drafter's card, as the baseline of the server's drift alarm: for greedy requests, or with
+    --temperature for sampled ones"""
     json: bool = False
     """print one JSON document instead of a table"""
 
@@ -41,8 +43,7 @@ def main(argv: list[str]) -> int:
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     require_at_least(arguments, 1, "limit")
     given = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
-    arguments.drafter.check(arguments.target)
-    target = arguments.target.load()
+    target = arguments.drafter.pair(arguments.target).load()
     drafter = arguments.drafter.load(target)
 
     from peagle.checkpoint.native import drafter_directory
@@ -70,6 +71,8 @@ def main(argv: list[str]) -> int:
     document = measured | {
         "workload": workload,
         "num_tokens": num_tokens,
+        "verdict": acceptance_verdict(measured["per_position"], measured["num_drafts"]),
+        "recommended_num_draft_tokens": shortest_draft(measured["per_position"]),
         "target": target.name,
         "method": config.method,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -83,5 +86,6 @@ def main(argv: list[str]) -> int:
         "drafts verified": f"{measured['num_drafts']:,}",
     }
     title = f"{workload}, {len(token_ids)} prompts, {config.method}"
-    print_document(document, arguments.json, make_table(title, ("measure", "value"), rows.items()))
+    table = make_table(title, ("measure", "value"), rows.items())
+    print_document(document, arguments.json, table, verdict=document["verdict"])
     return 0

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     options = with_positional(arguments.drafter, "drafter", arguments.directory)
     output = arguments.output.expanduser().absolute()
     check_output(output)
-    target = arguments.target.load()
+    target = options.pair(arguments.target).load()
     drafter = options.load(target)
 
     from peagle.checkpoint import speculators, vllm
@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     write = speculators.write if arguments.to == "speculators" else vllm.write
     write(drafter, target, card, output)
     print(shlex.join(serve_command(arguments.to, drafter, target, output)))
-    log.info("`peagle deploy vllm --drafter %s` adds options for large batches and several GPUs", output)
+    deploy = shlex.join(["peagle", "deploy", "vllm", str(target.source), "--drafter", str(output)])
+    log.info("`%s` adds options for large batches and several GPUs", deploy)
     return 0
 
 

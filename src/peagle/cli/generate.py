@@ -19,6 +19,7 @@ from rich.text import Text
 from peagle.bench.cells import rounded
 from peagle.bench.report import make_table, number
 from peagle.cli.arguments import ModelArguments, parse
+from peagle.cli.progress import working
 from peagle.compare.divergence import Divergence, first_divergence
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -111,7 +112,7 @@ class Run:
 
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "generate", argv)
-    check(arguments)
+    arguments = checked(arguments)
     params = SamplingParams(**asdict(arguments.sampling))
     num_draft_tokens = params.num_draft_tokens
     with Console(stderr=True).status("loading target and drafter (the first run also converts the target)"):
@@ -139,14 +140,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check(arguments: Arguments) -> None:
-    """Refuse contradicting options before anything is loaded."""
+def checked(arguments: Arguments) -> Arguments:
+    """Refuse contradicting options before anything is loaded; fill in the drafter's target."""
     if not arguments.prompt.strip():
         raise RequestError("the prompt is empty", hint="give the text to answer as the first argument")
     if arguments.sampling.num_draft_tokens == 0 and arguments.compare:
         raise ConfigError("--compare needs drafts, but num_draft_tokens is 0", hint="use at least 1")
-    if arguments.sampling.num_draft_tokens != 0:
-        arguments.drafter.check(arguments.target)
     if arguments.sampling.logprobs is not None and not arguments.json:
         raise ConfigError("--logprobs are reported in the JSON document only", hint="add --json")
     if arguments.raw and arguments.system is not None:
@@ -154,6 +153,9 @@ def check(arguments: Arguments) -> None:
             f"--raw uses no chat template, so --system {arguments.system!r} has no effect",
             hint="put its text into the prompt",
         )
+    options = arguments.drafter
+    find = options.target_for if arguments.sampling.num_draft_tokens == 0 else options.pair
+    return replace(arguments, target=find(arguments.target))
 
 
 def render(target: "HFTarget", arguments: Arguments) -> list[int]:
@@ -179,11 +181,14 @@ def run(
     """Start an engine just large enough, answer the prompt, and close it."""
     if drafter is None:
         params = replace(params, num_draft_tokens=None)
-    with start(target, drafter, len(prompt_ids), params) as llm:
+    with working("starting the engine"):
+        llm = start(target, drafter, len(prompt_ids), params)
+    with llm:
         engine = llm.engine
-        method = "plain" if drafter is None else "plain, drafts do not pay here"
+        method = "plain"
         if engine.drafter is not None:
-            method = f"{engine.drafter.config.method}, K = {engine.num_draft_tokens}"
+            drafts = f"tree of {engine.tree_nodes}" if engine.tree_nodes else f"K = {engine.num_draft_tokens}"
+            method = f"{engine.drafter.config.method}, {drafts}"
         if arguments.compare or arguments.json:
             warm_up(engine, prompt_ids, params)
         return answer(engine, prompt_ids, params, method, display(method, arguments))

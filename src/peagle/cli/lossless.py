@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         arguments.num_samples,
     )
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
-    target = target_arguments.load()
+    target = arguments.drafter.pair(target_arguments).load()
     drafter = arguments.drafter.load(target)
     if arguments.num_draft_tokens is None:
         settings = replace(settings, num_draft_tokens=drafter.config.usual_num_draft_tokens)

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from peagle import __version__
@@ -49,6 +50,7 @@ PURPOSES = {
     "deploy": "Deploy a target and its drafter. The same drafter directory works in every place.",
 }
 ABOUT = f"peagle {__version__}: P-EAGLE speculative decoding. Faster generation, identical output."
+COMPLETION = Path(__file__).parents[1] / "assets" / "completion.bash"
 RESUMABLE = ("data", "train")
 
 USER_ERROR = 2
@@ -82,11 +84,14 @@ def run(argv: list[str]) -> int:
     if not argv:
         print(short_help())
         return 0
-    if argv[0] in ("-h", "--help", "help"):
+    if argv[0] in ("-h", "--help", "--help-all", "help"):
         print(overview())
         return 0
     if argv[0] in ("-V", "--version"):
         print(f"peagle {__version__}")
+        return 0
+    if argv[0] == "--completion":
+        print(COMPLETION.read_text(encoding="utf-8"), end="")
         return 0
     name, *rest = argv
     _show_log()
@@ -94,7 +99,7 @@ def run(argv: list[str]) -> int:
         if name not in COMMANDS:
             raise PeagleError(f"no command {name!r}", hint=f"{nearest(name, COMMANDS)} `peagle --help` lists them")
         if known := SUBCOMMANDS.get(name):
-            if not rest or rest[0] in ("-h", "--help"):
+            if not rest or rest[0] in ("-h", "--help", "--help-all"):
                 print(group_overview(name))
                 return 0
             if rest[0] not in known:
@@ -137,8 +142,9 @@ usage: peagle COMMAND [OPTIONS]
 
 {groups}
 
-`peagle COMMAND --help` lists the options. Without --target and --drafter, a command uses the built-in default:
-SmolLM2-135M-Instruct and the drafter that ships with peagle."""
+`peagle COMMAND --help` lists the options, `--help-all` the rare ones too. `peagle --completion` prints a completion
+script for bash. Without --target and --drafter, a command uses the built-in default: SmolLM2-135M-Instruct and the
+drafter that ships with peagle."""
 
 
 def group_overview(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Settings from a recipe file (`--recipe FILE.toml`) and from options, which override it."""
+"""Settings from a recipe (`--recipe NAME` or `--recipe FILE.toml`) and from options, which override it."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,10 @@ import tyro
 from peagle.cli.arguments import parse
 from peagle.config import from_toml
 from peagle.errors import ConfigError
+from peagle.targets.catalog import ASSETS
+
+DIRECTORY = ASSETS / "recipes"
+"""Recipes for `peagle train` that ship with the package."""
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -30,7 +34,7 @@ def parse_with_recipe(
     }
     options = {name: group for group in groups for name in _names(groups[group])}
     _reject_recipe_only(set(_names(config)) - options.keys(), argv)
-    path = _recipe_path(argv)
+    path = _recipe_path(argv, names={each.stem: each for each in DIRECTORY.glob("*.toml") if command == "train"})
     settings = config(**_required(config)) if path is None else from_toml(config, path, absent=_required(config))
     defaults: dict[str, Any] = _required(kind) | {"recipe": path}
     for name, group in groups.items():
@@ -51,11 +55,18 @@ def _required(kind: Any) -> dict[str, Any]:
     return {each.name: tyro.MISSING_NONPROP for each in fields if each.default is each.default_factory is missing}
 
 
-def _recipe_path(argv: list[str]) -> Path | None:
-    """The last --recipe on the command line."""
+def _recipe_path(argv: list[str], names: Mapping[str, Path]) -> Path | None:
+    """The last --recipe on the command line: a file, or one of the names."""
     paths = [following for word, following in pairwise(argv) if word == "--recipe"]
     paths += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
-    return Path(paths[-1]) if paths else None
+    if not paths:
+        return None
+    path = Path(paths[-1]).expanduser()
+    if path.exists() or path.suffix or len(path.parts) > 1 or not names:
+        return path
+    if paths[-1] in names:
+        return names[paths[-1]]
+    raise ConfigError(f"no recipe {paths[-1]!r}: neither a file nor a name", hint=f"names: {', '.join(sorted(names))}")
 
 
 def _reject_recipe_only(keys: Iterable[str], argv: list[str]) -> None:

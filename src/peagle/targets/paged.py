@@ -7,11 +7,13 @@ width.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,23 +47,46 @@ class Memory:
         self, layers: Sequence[LayerShape], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.page_size = page_size
-        self._blocks: list[Tensor] = []
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+        """keys and values [layers, cells, G x E] of each shape"""
         pages: dict[int, tuple[Tensor, Tensor]] = {}
         for shape in dict.fromkeys(layers):
             own = [index for index, layer in enumerate(layers) if layer == shape]
             size = (len(own), num_pages, page_size, shape.num_groups, shape.width)
-            keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-            self._blocks += [keys.flatten(1, 2), values.flatten(1, 2)]
+            keys, values = (_zeros(size, dtype, device) for _ in range(2))
+            self._blocks.append((keys.flatten(3).flatten(1, 2), values.flatten(3).flatten(1, 2)))
             pages |= {index: (keys[place], values[place]) for place, index in enumerate(own)}
         self._layers = [pages[index] for index in range(len(layers))]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._layers[layer]
 
-    def move(self, source_M: Tensor, destination_M: Tensor) -> None:
-        """Copy entries from cell to cell in every layer. All are read before the first is written."""
-        for cells in self._blocks:
-            cells.index_copy_(1, destination_M, cells.index_select(1, source_M))
+    def free(self) -> None:
+        """Drop the pages, whoever still holds this object."""
+        self._layers, self._blocks = [], []
+
+    def move(self, source_BK: Tensor, destination_BK: Tensor) -> None:
+        """Copy entries of each request from cell to cell in every layer. Skips destinations below 0.
+
+        All entries of a request are read before the first is written.
+        """
+        for keys, values in self._blocks:
+            if keys.is_cuda:
+                from peagle.kernels.move_triton import move_entries_triton
+
+                move_entries_triton(keys, values, source_BK, destination_BK)
+                continue
+            is_moved_BK = destination_BK >= 0
+            source_M, destination_M = source_BK[is_moved_BK], destination_BK[is_moved_BK]
+            for cells in (keys, values):
+                cells.index_copy_(1, destination_M, cells.index_select(1, source_M))
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system provides memory when it is first written, which most pages never are."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 class PagedTarget:
