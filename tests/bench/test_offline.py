@@ -10,13 +10,13 @@ from peagle.bench.cells import Cell, compare_with_plain
 from peagle.bench.offline import (
     cells_of,
     closed_loop,
-    default_num_requests,
     llm_factory,
     reason_of,
     run_cell,
     sweep,
     warm_up,
 )
+from peagle.cli.arguments import WorkloadArguments
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.errors import CapacityError
@@ -151,8 +151,10 @@ def test_steps_with_a_prefill_or_an_end_are_not_counted_as_undisturbed():
 
 
 def test_every_prompt_is_asked_and_every_place_is_taken_eight_times():
-    assert default_num_requests(1, 3) == 3 and default_num_requests(2, 3) == 16
-    assert default_num_requests(8, 80) == 80 and default_num_requests(128, 80) == 1024
+    requests = WorkloadArguments().requests
+    assert requests(1, 3) == 3 and requests(2, 3) == 16
+    assert requests(8, 80) == 80 and requests(128, 80) == 1024
+    assert WorkloadArguments(limit=3).requests(128, 3) == 3, "a limit means that many prompts"
 
 
 def test_cells_of_one_engine_follow_each_other_and_plain_has_no_depth():

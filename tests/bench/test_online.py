@@ -27,6 +27,7 @@ from peagle.bench.online import (
 from peagle.bench.online_report import plot, tables
 from peagle.bench.scrape import Scrape
 from peagle.errors import ConfigError, ServerError
+from peagle.provenance import provenance
 
 VLLM_FIELDS = (
     "num_prompts request_rate max_concurrency duration completed failed total_input_tokens total_output_tokens "
@@ -256,7 +257,7 @@ def test_warm_up_that_fails_ends_the_run_with_its_reason():
 
 def document(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     facts = {"model_id": "m", "base_url": "http://h:1", "workload": "w", "max_tokens": 8}
-    facts |= {"temperature": 0.0, "goodput": None}
+    facts |= {"temperature": 0.0, "goodput": None, "provenance": provenance()}
     return facts | {"results": rows} | more
 
 

@@ -1,14 +1,11 @@
-"""The document, the tables and the plot of a sweep."""
-
-import importlib.util
+"""The document and the tables of a sweep."""
 
 import pytest
 from rich.console import Console
 
 from peagle.bench.cells import Answer, Cell, CellResult, Comparison, StepSplit
-from peagle.bench.report import TABLE_WIDTH, check_plot, document_of, plot, tables
+from peagle.bench.report import TABLE_WIDTH, document_of, tables
 from peagle.decoding.acceptance import Acceptance
-from peagle.errors import ConfigError, MissingExtraError
 
 FACTS = {
     "workload": "questions",
@@ -99,37 +96,3 @@ def test_the_limit_of_the_memory_is_shown_where_it_was_measured(document):
     document["bandwidth"] = {"bytes_per_second": 4e12, "num_parameters": 8.03e9, "steps": [step]}
     text = shown(document)
     assert "80.0%" in text and "4000 GB/s" in text and "16.00" in text
-
-
-def test_the_plot_has_a_line_for_each_method(document, tmp_path):
-    path = tmp_path / "plot.svg"
-    plot(document, path)
-    text = path.read_text()
-    for label in ("plain", "p-eagle K=2", "transformers eager", "concurrent requests", "output tokens/s"):
-        assert f"<!-- {label} -->" in text, label
-    assert "<!-- transformers static compiled -->" not in text, "it was not measured"
-
-
-def test_the_plot_shows_the_speed_up_where_there_is_something_to_compare_with(document, tmp_path):
-    title = "<!-- speedup over plain decoding -->"
-    for cells, is_shown in ((document["cells"], True), (document["cells"][:2], False)):
-        plot(document | {"cells": cells}, tmp_path / "plot.svg")
-        assert (title in (tmp_path / "plot.svg").read_text()) is is_shown
-    plot(document_of(RESULTS[2:3], **FACTS), tmp_path / "plot.svg")
-    assert title not in (tmp_path / "plot.svg").read_text(), "plain decoding was not run"
-
-
-def test_a_plot_may_be_a_png(document, tmp_path):
-    plot(document, tmp_path / "plot.PNG")
-    assert (tmp_path / "plot.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"must end in \.pdf, \.png, \.svg"):
-        check_plot(tmp_path / "plot.txt")
-    with pytest.raises(ConfigError, match="no directory"):
-        check_plot(tmp_path / "none" / "plot.png")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="--plot needs the package 'matplotlib'") as caught:
-        check_plot(tmp_path / "plot.png")
-    assert caught.value.hint == "pip install 'peagle[bench]'"

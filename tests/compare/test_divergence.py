@@ -8,7 +8,7 @@ import torch
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.compare.acceptance import measure, mixed_prompts
 from peagle.compare.answers import decode_with_reference, render_prompt
-from peagle.compare.divergence import NEAR_TIE, Divergence, first_divergence, near_tie
+from peagle.compare.divergence import Divergence, first_divergence
 from peagle.data.prompts import Prompt
 from peagle.decoding import reference
 from peagle.decoding.acceptance import Acceptance
@@ -16,6 +16,7 @@ from peagle.decoding.reference import decode
 from peagle.drafter.drafting import Draft, DraftingSession
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
+from peagle.targets.near_tie import NEAR_TIE, near_tie
 from peagle.tokenizer import render_chat
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)

@@ -24,8 +24,8 @@ NUM_SAMPLES = 2
 class Cell:
     method: str
     """none, eagle3, p-eagle, or the name of an anchor"""
-    num_draft_tokens: int
-    """0 without speculation"""
+    num_draft_tokens: int | None
+    """verified in every step; 0 without speculation, None if the engine decides"""
     concurrency: int
 
     @property

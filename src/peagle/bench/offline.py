@@ -6,16 +6,17 @@ the timed run, the same number of short requests warm up the engine and time its
 
 import contextlib
 import logging
+import operator
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import PLAIN, Answer, Cell, CellResult, StepSplit
-from peagle.decoding.acceptance import Acceptance
 from peagle.errors import PeagleError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, find
@@ -37,7 +38,7 @@ SETTLING_STEPS = 2
 """Steps without prefill before a step counts as steady: the host runs one step behind the device."""
 
 Clock = Callable[[], float]
-MakeLLM = Callable[[str, int], "LLM"]
+MakeLLM = Callable[[str, int | None], "LLM"]
 
 
 @dataclass
@@ -132,9 +133,7 @@ def run_cell(
     loop = closed_loop(llm.engine, prompts, order, params, cell.concurrency, clock=clock)
     acceptance = None
     if cell.method != PLAIN:
-        acceptance = Acceptance(0, (0,) * cell.num_draft_tokens)
-        for _, output in loop.outputs:
-            acceptance += output.metrics.acceptance
+        acceptance = reduce(operator.add, (output.metrics.acceptance for _, output in loop.outputs))
     return CellResult(
         cell,
         answers=[answer_of(index, output) for index, output in loop.outputs],
@@ -157,13 +156,8 @@ def answer_of(prompt: int, output: "RequestOutput") -> Answer:
     return Answer(prompt, token_ids, None if first is None else first - metrics.arrived, per_token)
 
 
-def default_num_requests(concurrency: int, num_prompts: int) -> int:
-    """Every prompt once, and at least eight requests per batch slot, so that the emptying batch weighs little."""
-    return num_prompts if concurrency == 1 else max(8 * concurrency, num_prompts)
-
-
 def cells_of(
-    methods: Sequence[str], num_draft_tokens: Mapping[str, Sequence[int]], concurrency: Sequence[int]
+    methods: Sequence[str], num_draft_tokens: Mapping[str, Sequence[int | None]], concurrency: Sequence[int]
 ) -> list[Cell]:
     """All cells in the order to run them: cells that share an engine are adjacent."""
     return [
@@ -174,11 +168,14 @@ def cells_of(
     ]
 
 
-def depths_of(drafter: "Drafter", wanted: Sequence[int] | None) -> Sequence[int]:
-    """The numbers of draft tokens to measure: those in `wanted` that the drafter was trained for, at least one."""
+def depths_of(drafter: "Drafter", wanted: Sequence[int] | None) -> Sequence[int | None]:
+    """The numbers of draft tokens to measure: those in `wanted` that the drafter was trained for, at least one.
+
+    Without `wanted` it is None: the engine decides, as it does by default.
+    """
     config = drafter.config
     if wanted is None:
-        return (config.usual_num_draft_tokens,)
+        return (None,)
     drafter.check_num_draft_tokens(min(wanted))
     depths = config.depths_within(wanted)
     if too_deep := [str(depth) for depth in wanted if depth not in depths]:
@@ -252,11 +249,11 @@ def llm_factory(
     """Engines over one loaded target and its drafters, by method.
 
     They are just large enough for the workload, so that the reported memory is what it needs. Prefix caching is off:
-    prompts repeat, and prefill must be measured.
+    prompts repeat, and prefill must be measured. A number of draft tokens is verified in full in every step.
     """
     longest = max(map(len, prompts)) + max_tokens
 
-    def make(method: str, num_draft_tokens: int) -> "LLM":
+    def make(method: str, num_draft_tokens: int | None) -> "LLM":
         from peagle.engine.llm import LLM
 
         drafter = drafters.get(method)
@@ -269,6 +266,7 @@ def llm_factory(
             max_batch=max(concurrency),
             max_length=min(longest, target.max_length),
             reuse_prefixes=False,
+            verify_tokens=None if num_draft_tokens is None else 0,
             **options,
         )
 

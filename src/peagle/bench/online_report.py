@@ -9,7 +9,8 @@ from rich.table import Table
 
 from peagle.bench.client import Question
 from peagle.bench.online import BUSY_CLIENT, PERCENTILES, Load, Result
-from peagle.bench.report import MARKERS, log2_axis, make_table, number, position_table
+from peagle.bench.plot import MARKERS, hardware_of, log2_axis, save, value_at, value_axis
+from peagle.bench.report import make_table, number, position_table
 from peagle.provenance import provenance
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -124,51 +125,45 @@ def plot(document: dict[str, Any], path: Path) -> None:
     by_rate = all(row["max_concurrency"] is None for row in rows)
     x_key, curve_key = ("request_rate", "max_concurrency") if by_rate else ("max_concurrency", "request_rate")
     curves = list(dict.fromkeys(row[curve_key] for row in rows))
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
     speed, wait = figure.subplots(1, 2)
+    labels = []
     for index, value in enumerate(curves):
         points = [row for row in rows if row[curve_key] == value]
-        style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.8}
-        x = [_place(point[x_key]) for point in points]
+        color = COLORS[index % len(COLORS)]
+        style = {"color": color, "marker": MARKERS[index % len(MARKERS)], "linewidth": 1.8}
         is_only = len(curves) == 1
         label = None if is_only else "no rate limit" if value == "inf" else f"{value:g} requests/s"
+        x = [_place(point[x_key]) for point in points]
         speed.plot(x, [point["output_throughput"] for point in points], label=label, **style)
-        if is_only:
-            _label_acceptance(speed, x, points)
+        for place, point in zip(x, points, strict=True):
+            labels.append(value_at(speed, place, point["output_throughput"], color))
+            if is_only and (length := point.get("spec_decode_acceptance_length")) is not None:
+                labels[-1].set_text(f"{labels[-1].get_text()}\nacceptance length {length:.2f}")
         timed = [point for point in points if point["median_tpot_ms"] is not None]
         places = [_place(point[x_key]) for point in timed]
         median = [point["median_tpot_ms"] for point in timed]
         worst = [point[f"{TAIL}_tpot_ms"] for point in timed]
         wait.plot(places, median, label=label or "median", **style)
-        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0, "label": TAIL if is_only else None}
+        labels += [value_at(wait, *point, color) for point in zip(places, median, strict=True)]
+        band = {"color": color, "alpha": 0.15, "linewidth": 0, "label": TAIL if is_only else None}
         wait.fill_between(places, median, worst, **band)
-    _finish(speed, "output tokens/s", rows, x_key)
-    _finish(wait, "TPOT, ms", rows, x_key)
-    figure.suptitle(_title(document), fontsize=9)
-    figure.savefig(path, dpi=150)
+    _finish(speed, "output tokens/s", rows, x_key, ("output_throughput",))
+    _finish(wait, "TPOT, ms", rows, x_key, ("median_tpot_ms", f"{TAIL}_tpot_ms"))
+    figure.suptitle(f"{_title(document)}\nmeasured by a client on {hardware_of(document)}", fontsize=9)
+    save(figure, labels, path)
 
 
 def _place(value: Any) -> float:
-    return 0.0 if value in (None, "inf") else float(value)
+    """Where a load stands on the x axis; the only load without any limit stands at 1."""
+    return 1.0 if value in (None, "inf") else float(value)
 
 
-def _label_acceptance(axes: Any, x: list[float], points: list[dict[str, Any]]) -> None:
-    style = {"xytext": (0, 9), "textcoords": "offset points", "fontsize": 7, "color": "#555555", "ha": "center"}
-    for place, point in zip(x, points, strict=True):
-        if (length := point.get("spec_decode_acceptance_length")) is not None:
-            axes.annotate(f"acceptance length {length:.2f}", (place, point["output_throughput"]), **style)
-
-
-def _finish(axes: Any, y_label: str, rows: list[dict[str, Any]], x_key: str) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    places = sorted({_place(row[x_key]) for row in rows if _place(row[x_key]) > 0})
-    if places:
-        log2_axis(axes, places, "concurrent requests" if x_key == "max_concurrency" else "requests/s sent")
-    if len(places) > 1:
-        axes.set_xlim(places[0] / 1.2, places[-1] * 1.2)
-    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_ylabel(y_label)
+def _finish(axes: Any, y_label: str, rows: list[dict[str, Any]], x_key: str, y_keys: tuple[str, ...]) -> None:
+    places = sorted({_place(row[x_key]) for row in rows})
+    log2_axis(axes, places, "concurrent requests" if x_key == "max_concurrency" else "requests/s sent")
+    if all(row[x_key] in (None, "inf") for row in rows):
+        axes.set_xticks(places, labels=["no limit"])
+    value_axis(axes, [row[key] for row in rows for key in y_keys if row[key]], y_label)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False)

@@ -1,6 +1,5 @@
-"""An offline sweep as a JSON document, tables, and a plot of throughput and speedup against concurrency."""
+"""An offline sweep as a JSON document and as tables."""
 
-import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,24 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from peagle.bench.cells import PLAIN, CellResult
-from peagle.errors import ConfigError, MissingExtraError
+from peagle.errors import ConfigError
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 TABLE_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
-# Color-blind safe: plain decoding in black, each method in one hue, anchors in gray.
-COLORS = {
-    PLAIN: ("black",),
-    "p-eagle": ("#0072b2", "#56b4e9", "#00508a", "#8fd0f5", "#003a66"),
-    "eagle3": ("#d55e00", "#e69f00", "#a04400", "#f0c266", "#7a3600"),
-    "anchor": ("#6f6f6f", "#9a9a9a", "#bdbdbd"),
-}
-MARKERS = "os^Dv"
 
 
 def document_of(results: Sequence[CellResult], **facts: Any) -> dict[str, Any]:
@@ -47,9 +37,9 @@ def document_of(results: Sequence[CellResult], **facts: Any) -> dict[str, Any]:
 
 
 def facts_of(
-    target: "HFTarget", params: SamplingParams, accelerator: str | None, workload: str, num_prompts: int
+    target: "HFTarget", params: SamplingParams, accelerator: str | None, workload: str, num_prompts: int, **more: Any
 ) -> dict[str, Any]:
-    return {
+    return more | {
         "workload": workload,
         "num_prompts": num_prompts,
         "target": target.name,
@@ -141,10 +131,10 @@ def _sweep_table(document: dict[str, Any]) -> Table:
                 "-" if cell["num_compared"] is None else differing.format(**cell),
             )
         )
-    return make_table(_title(document), columns, rows, caption=_caption(document))
+    return make_table(title(document), columns, rows, caption=_caption(document))
 
 
-def _title(document: dict[str, Any]) -> str:
+def title(document: dict[str, Any]) -> str:
     target = f"{document['target']}, {document['dtype']} on {document['device']}"
     return f"{document['workload']}: {document['num_prompts']} prompts, up to {document['max_tokens']} tokens; {target}"
 
@@ -186,8 +176,8 @@ def _requests(cell: dict[str, Any]) -> str:
     return str(ours) if plain in (None, ours) else f"{ours} ({plain})"
 
 
-def print_document(document: dict[str, Any], as_json: bool, *tables: Table) -> None:
-    """Print the result of a command: one line of JSON, or its tables."""
+def print_document(document: dict[str, Any], as_json: bool, *tables: Table, verdict: str | None = None) -> None:
+    """Print the result of a command: one line of JSON, or its tables and what they mean."""
     if as_json:
         print(json.dumps(document))
         return
@@ -195,6 +185,8 @@ def print_document(document: dict[str, Any], as_json: bool, *tables: Table) -> N
     if not console.is_terminal:
         console = Console(width=max(console.width, TABLE_WIDTH), highlight=False)
     console.print(*tables, sep="\n")
+    if verdict is not None:
+        console.print(verdict, markup=False, soft_wrap=True)
 
 
 def check_output(flag: str, path: Path, suffixes: Sequence[str]) -> None:
@@ -203,68 +195,3 @@ def check_output(flag: str, path: Path, suffixes: Sequence[str]) -> None:
         raise ConfigError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no directory {path.parent}", hint="create it first")
-
-
-def check_plot(path: Path) -> None:
-    check_output("--plot", path, PLOT_SUFFIXES)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench", "--plot")
-
-
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot throughput against concurrency, one line per method and number of draft tokens, anchors dashed.
-
-    If plain decoding was measured, a second panel shows the speedup over it.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    measured = [cell for cell in document["cells"] if cell["output_tokens_per_second"]]
-    compared = [cell for cell in measured if cell["speedup"]]
-    panels = 2 if any(cell["method"] != PLAIN for cell in compared) else 1
-    figure = Figure(figsize=(5.5 * panels + 2, 5.5), layout="constrained")
-    throughput, *others = figure.subplots(1, panels, squeeze=False)[0]
-    _draw(throughput, measured, "output_tokens_per_second")
-    throughput.set_yscale("log")
-    throughput.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    throughput.yaxis.set_minor_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if f"{value:.0e}"[0] in "25" else "")
-    )
-    throughput.set_ylabel("output tokens/s")
-    for speedup in others:
-        _draw(speedup, compared, "speedup")
-        speedup.set_ylim(bottom=0)
-        speedup.set_ylabel("speedup over plain decoding")
-    figure.suptitle(_title(document), fontsize=9)
-    figure.legend(*throughput.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside right center")
-    figure.savefig(path, dpi=150)
-
-
-def log2_axis(axes: Any, places: Sequence[float], label: str) -> None:
-    """A logarithmic x axis with a tick at every place."""
-    from matplotlib.ticker import NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, labels=[f"{place:g}" for place in places])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(label)
-    axes.grid(True, which="both", color="#e4e4e4", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _draw(axes: Any, cells: Sequence[dict[str, Any]], quantity: str) -> None:
-    counts: dict[str, int] = {}
-    for label in dict.fromkeys(cell["label"] for cell in cells):
-        points = [cell for cell in cells if cell["label"] == label]
-        style = _style(points[0]["method"], counts)
-        places = [cell["concurrency"] for cell in points]
-        axes.plot(places, [cell[quantity] for cell in points], label=label, linewidth=1.8, markersize=5.5, **style)
-    log2_axis(axes, sorted({cell["concurrency"] for cell in cells}), "concurrent requests")
-
-
-def _style(method: str, counts: dict[str, int]) -> dict[str, Any]:
-    """Color, line and marker of the next curve of a method; `counts` holds the number of curves so far."""
-    family = method if method in COLORS else "anchor"
-    index = counts[family] = counts.get(family, -1) + 1
-    color, marker = COLORS[family][index % len(COLORS[family])], MARKERS[index % len(MARKERS)]
-    return {"color": color, "marker": marker, "linestyle": "--" if family == "anchor" else "-"}

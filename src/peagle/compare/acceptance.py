@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, card_of, pair_head_of
+from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, SAMPLED_BASELINE, card_of, pair_head_of
 from peagle.compare.answers import answer_with_engine, decode_with_reference
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
@@ -68,28 +68,35 @@ def entry(
 
 
 def baseline_after_training(target: "HFTarget", drafter: "Drafter", *, with_engine: bool) -> dict[str, Any]:
-    """The card's baseline entry of a new drafter; empty if no mixed prompt fits. Every process takes part.
+    """The card's baseline entries of a new drafter; empty if no mixed prompt fits. Every process takes part.
 
     The engine answers the prompts in one batch. It needs memory of its own and all layers of the target; the reference
     decoder does not.
     """
-    params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS)
     fitting = mixed_prompts(target, TRAINING_MAX_TOKENS)
     prompts = fitting[:: -(-len(fitting) // TRAINING_PROMPTS) or 1]
     if not prompts:
         return {}
     depth = drafter.config.num_draft_tokens or drafter.config.usual_num_draft_tokens
-    if with_engine:
-        found, _ = measure(target, drafter, prompts, params, depth)
-    else:
-        _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
-    return {BASELINE: entry(drafter, found, MIXED_PROMPTS, len(prompts), params)}
+    entries = {}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS, temperature=temperature)
+        if with_engine:
+            found, _ = measure(target, drafter, prompts, params, depth)
+        else:
+            _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
+        entries[baseline_key(temperature)] = entry(drafter, found, MIXED_PROMPTS, len(prompts), params)
+    return entries
+
+
+def baseline_key(temperature: float) -> str:
+    return SAMPLED_BASELINE if temperature else BASELINE
 
 
 def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any]) -> None:
-    """Write `measured` to the directory's card as the baseline."""
+    """Write `measured` to the directory's card as the baseline of requests like it: greedy, or with a temperature."""
     if not measured["num_drafts"]:
         raise ConfigError("nothing was drafted, so there is no acceptance to record", hint="use more or longer prompts")
     card = card_of(drafter, target)
-    card = dataclasses.replace(card, acceptance=card.acceptance | {BASELINE: measured})
+    card = dataclasses.replace(card, acceptance=card.acceptance | {baseline_key(measured["temperature"]): measured})
     write_whole(directory / CARD_NAME, card.to_json().encode())

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peagle.sampling_params import SamplingParams
+from peagle.targets.near_tie import NEAR_TIE, near_tie
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from peagle.targets.hf import HFTarget
 
-NEAR_TIE = 1e-3
-"""Logit gap below which two correct computations may pick different tokens, in float32."""
-NEAR_TIE_IN_STEPS = 32
-"""The same for low precision, in units of the dtype's eps: 0.25 in bfloat16, two steps of a logit of 16."""
 PIECE = 8
 """Tokens per piece when rounding is measured: about the rows of one verification."""
 
@@ -79,13 +76,6 @@ def gap_to_best(target: "HFTarget", text: Sequence[int], token_ids: Sequence[int
 
     logits_V = target.forward(torch.tensor([list(text)], device=target.device)).logits_BTV[0, -1].float()
     return float(logits_V.max() - logits_V[list(token_ids)].min())
-
-
-def near_tie(target: "HFTarget") -> float:
-    """Largest gap that counts as a near tie in the target's dtype."""
-    import torch
-
-    return max(NEAR_TIE, NEAR_TIE_IN_STEPS * torch.finfo(target.dtype).eps)
 
 
 def measured_near_tie(target: "HFTarget", texts: Sequence[Sequence[int]]) -> float:
