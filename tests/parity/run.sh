@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Compare peagle with other implementations: transformers' decoding, speculators' training model and vLLM's engine; and
-# try it with the clients that users have: LiteLLM, LangChain, the llm command, `vllm bench serve`. All but transformers
-# run in environments of their own.
+# try it with the clients that users have: LiteLLM, LangChain, Instructor, the OpenAI Agents SDK, DSPy, the llm command,
+# GuideLLM, lm-eval, `vllm bench serve`. All but transformers run in environments of their own.
 #
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
+#   bash tests/parity/run.sh --environments     # create the environments, compare nothing
 #
 # Without arguments it tests the default target and its drafters (transformers tests only those). It creates missing or
-# outdated environments in the checkout (about five minutes, 5 GB). PEAGLE_VLLM_VENV, PEAGLE_SPECULATORS_VENV and
-# PEAGLE_CLIENTS_VENV name existing ones. TORCH_ARGS are extra pip arguments for torch only, as in the Makefile.
+# outdated environments in the checkout (about seven minutes, 6 GB). PEAGLE_VLLM_VENV, PEAGLE_SPECULATORS_VENV,
+# PEAGLE_CLIENTS_VENV and PEAGLE_EVALUATORS_VENV name existing ones. TORCH_ARGS are extra pip arguments for torch only, as
+# in the Makefile.
 # Exits with 0 if every comparison holds. Writes its findings to runs/parity/*.json.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,11 +18,15 @@ PYTHON=.venv/bin/python
 VLLM_VENV=${PEAGLE_VLLM_VENV:-.venv-vllm}
 SPECULATORS_VENV=${PEAGLE_SPECULATORS_VENV:-.venv-speculators}
 CLIENTS_VENV=${PEAGLE_CLIENTS_VENV:-.venv-clients}
+EVALUATORS_VENV=${PEAGLE_EVALUATORS_VENV:-.venv-evaluators}
 TORCH_PIN=2.13.0
 TRANSFORMERS_PIN=5.19.0
 VLLM_PIN=0.32.0
 SPECULATORS_PIN=0.9.0
-CLIENTS_PINS="litellm==1.106.2 llm==0.32.1 langchain-openai==1.7.3 openai==2.54.0 mcp==2.3.0"
+EVALUATORS_PINS="guidellm==0.8.1 lm-eval[api]==0.4.13"
+# openai-agents 0.20 is the last that accepts openai 2.
+CLIENTS_PINS="litellm==1.106.2 llm==0.32.1 langchain-openai==1.7.3 openai==2.54.0 mcp==2.3.0 instructor==1.17.0 \
+openai-agents==0.20.0 dspy==3.4.1"
 STAMP_NAME=.parity-stamp
 
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
@@ -108,6 +114,11 @@ install_speculators() {
         'numpy<=2.5.4' openai protobuf psutil pydantic pydantic-settings rich safetensors tqdm transformers typer
 }
 
+install_evaluators() {
+    # shellcheck disable=SC2086  # a list of words
+    pip_install "$1" -c "$1/constraints.txt" $EVALUATORS_PINS
+}
+
 # make_environment NAME VENV VERSION: create or update it, unless the stamp names the same pins.
 make_environment() {
     local name=$1 venv=$2 pins="torch $TORCH_PIN, transformers $TRANSFORMERS_PIN, $1 $3"
@@ -159,6 +170,7 @@ make_environments() {
     make_environment speculators "$SPECULATORS_VENV" "$SPECULATORS_PIN"
     make_environment vllm "$VLLM_VENV" "$VLLM_PIN with pandas"
     make_clients_environment
+    make_environment evaluators "$EVALUATORS_VENV" "$EVALUATORS_PINS"
 }
 
 # Lane 1: transformers while lane 2 makes the environments, then speculators.
@@ -195,6 +207,7 @@ compare_with_vllm() {
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
     compare clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        PEAGLE_EVALUATORS_PYTHON="$EVALUATORS_VENV/bin/python" \
         "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py
     return "$status"
 }
@@ -203,6 +216,10 @@ compare_with_vllm() {
 # lane down.
 export HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive
 unset PYTHONDONTWRITEBYTECODE # what is compiled at the first start must not be compiled again at the next
+if [[ ${1:-} == --environments ]]; then
+    make_environments
+    exit
+fi
 mkdir -p runs/parity
 ready=$(mktemp runs/parity/ready.XXXXXX)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$ready"' EXIT

@@ -1,7 +1,8 @@
 """Clients as their users install them, against `peagle serve` in a process of its own.
 
-LiteLLM, LangChain, the `llm` command and an older openai SDK come from the environment of PEAGLE_CLIENTS_PYTHON,
-`vllm bench serve` from that of PEAGLE_VLLM_PYTHON; `make parity` makes both and runs this.
+LiteLLM, LangChain, Instructor, the OpenAI Agents SDK, DSPy, the `llm` command and an older openai SDK come from the
+environment of PEAGLE_CLIENTS_PYTHON, GuideLLM and lm-eval from that of PEAGLE_EVALUATORS_PYTHON, `vllm bench serve`
+from that of PEAGLE_VLLM_PYTHON; `make parity` makes them and runs this.
 """
 
 import json
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.serve_process import Process
 from harness.tiny_models import CHATML, tiny_target, write_drafter, write_target
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.parity
 HERE = Path(__file__).parent
 TEMPLATE = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}use <tool_call>{% endif %}" + CHATML
 QUESTION = "the user asks"
-SECONDS = 100
+SECONDS = 240
 
 
 def interpreter(variable: str) -> Path:
@@ -35,6 +38,7 @@ def interpreter(variable: str) -> Path:
 def talk(*command: object, **environment: str) -> str:
     """What a client prints."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
+    offline |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     result = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
@@ -50,17 +54,28 @@ def talk(*command: object, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    target = tiny_target()
+    target = tiny_target(max_position_embeddings=2048)  # DSPy's prompts are long
     target.tokenizer.chat_template = TEMPLATE
     write_target(target, root / "target")
     write_drafter(target, root / "drafter")
     return root
 
 
+def start(models: Path) -> Process:
+    names = ("--served-model-name", "tiny", "--num-draft-tokens", 4, "--max-length", 2000, "--max-batch", 4)
+    return Process(models / "target", "--drafter", models / "drafter", *names)
+
+
 @pytest.fixture(scope="module")
 def served(models: Path) -> Iterator[Process]:
-    names = ("--served-model-name", "tiny", "--num-draft-tokens", 4, "--max-length", 500, "--max-batch", 4)
-    with Process(models / "target", "--drafter", models / "drafter", *names) as found:
+    with start(models) as found:
+        yield found.wait_ready()
+
+
+@pytest.fixture
+def fresh(models: Path) -> Iterator[Process]:
+    """A server that still drafts: it stops once it has seen that drafts do not pay for so small a model."""
+    with start(models) as found:
         yield found.wait_ready()
 
 
@@ -77,6 +92,14 @@ def answers(served: Process) -> dict[str, dict[str, Any]]:
     found = json.loads(said.splitlines()[-1])  # LiteLLM talks to stdout too
     for name, each in found.items():
         print(f"{name} {each['version']}")
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def frameworks(served: Process) -> dict[str, dict[str, Any]]:
+    said = talk(interpreter("PEAGLE_CLIENTS_PYTHON"), HERE / "ask_frameworks.py", served.url)
+    found = json.loads(said.splitlines()[-1])
+    print(", ".join(f"{name} {each['version']}" for name, each in found.items()))
     return dict(found)
 
 
@@ -106,6 +129,99 @@ def test_litellm_calls_tools_and_sees_refusals(answers: dict[str, dict[str, Any]
     assert answers["langchain-openai"]["tool"] == ["pet"]
     assert "'temperature' must be 0 or more, got -1" in answers["openai"]["refusal"]
     assert answers["openai"]["models"] == ["tiny"]
+
+
+def test_instructor_fills_a_model_by_tool_by_schema_and_in_a_stream(frameworks: dict[str, dict[str, Any]]) -> None:
+    found = frameworks["instructor"]
+    for text in (found["tool"], found["schema"], found["stream"][-1]):
+        check_pet(text)
+    assert found["stream"][-1] == found["schema"] and len(found["stream"]) > 1 and found["completion_tokens"] > 0
+
+
+def test_an_agent_answers_streams_calls_its_tool_and_goes_on(
+    frameworks: dict[str, dict[str, Any]], expected: str
+) -> None:
+    found = frameworks["openai-agents"]
+    assert found["whole"] == found["stream"] == expected and found["completion_tokens"] == 24
+    check_pet(found["schema"])
+    (call,) = found["calls"]
+    assert call[0] in ("cat", "dog") and call[1] in (2, 4)
+    assert found["turns"] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
+
+
+def test_dspy_answers_and_keeps_to_a_signature(frameworks: dict[str, dict[str, Any]], expected: str) -> None:
+    found = frameworks["dspy"]
+    assert found["whole"] == expected and found["completion_tokens"] == 24
+    check_pet(found["schema"])
+    check_pet(found["program"])
+
+
+def test_lm_eval_gets_the_log_likelihoods_of_the_target(served: Process, models: Path, tmp_path: Path) -> None:
+    """Choices are judged by echoed log-probabilities, answers are generated; both from a task of our own."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": f"the user {n}"}) + "\n" for n in range(3)))
+    task = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "metadata": {"version": 1},
+    }
+    choose = {"task": "choose", "output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": ["cat", "dog"]}
+    write = {"task": "write", "output_type": "generate_until", "doc_to_target": "cat"}
+    write["generation_kwargs"] = {"until": ["\n\n\n"], "max_gen_toks": 16, "temperature": 0}
+    for each, metric in ((choose, "acc"), (write, "exact_match")):
+        facts = {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+        (tmp_path / f"{each['task']}.yaml").write_text(
+            json.dumps(task | each | {"metric_list": [facts]})
+        )  # JSON is YAML
+    asked = f"model=tiny,base_url={served.url}/v1/completions,tokenizer={models / 'target'},max_length=400"
+    talk(
+        interpreter("PEAGLE_EVALUATORS_PYTHON").with_name("lm-eval"),
+        *("run", "--model", "local-completions", "--model_args", asked, "--tasks", "choose,write"),
+        *("--include_path", tmp_path, "--output_path", tmp_path / "found", "--log_samples"),
+        HF_HOME=str(tmp_path),
+    )
+    rows = {}
+    for name in ("choose", "write"):
+        (path,) = tmp_path.rglob(f"samples_{name}_*.jsonl")
+        rows[name] = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows["choose"]) == len(rows["write"]) == 3
+    tokenizer = AutoTokenizer.from_pretrained(models / "target")
+    judge = AutoModelForCausalLM.from_pretrained(models / "target")
+    for row in rows["choose"]:
+        for arguments, ((found, _),) in zip(row["arguments"].values(), row["resps"], strict=True):
+            text = arguments["arg_0"]
+            start = len(tokenizer(text, add_special_tokens=False).input_ids)
+            ids = torch.tensor([tokenizer(text + arguments["arg_1"], add_special_tokens=False).input_ids])
+            with torch.no_grad():
+                logprobs = judge(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+            assert float(found) == pytest.approx(float(logprobs[start - 1 :].sum()), abs=1e-3)
+    for row in rows["write"]:
+        body = {"prompt": row["doc"]["question"], "max_tokens": 16, "temperature": 0, "stop": ["\n\n\n"]}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body).json()["choices"][0]["text"]
+        assert row["resps"] == [[answer]]
+
+
+def test_guidellm_counts_what_the_server_counts(fresh: Process, models: Path, tmp_path: Path) -> None:
+    before = counters(fresh.url)
+    talk(
+        interpreter("PEAGLE_EVALUATORS_PYTHON").with_name("guidellm"),
+        *("run", "--backend", f"kind=openai_http,target={fresh.url},model=tiny"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=8"),
+        *("--tokenizer", f"kind=huggingface_auto,model={models / 'target'}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=16"),
+        *("--output", f"kind=json,path={tmp_path / 'found.json'}", "--disable-console"),
+        HF_HOME=str(tmp_path),
+    )
+    after = counters(fresh.url)
+    (benchmark,) = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+    assert benchmark["metrics"]["request_totals"] == {"successful": 8, "errored": 0, "incomplete": 0, "total": 8}
+    requests = benchmark["requests"]["successful"]
+    assert [each["output_tokens"] for each in requests] == [16] * 8
+    assert all(each["prompt_tokens"] > 24 and each["time_to_first_token_ms"] > 0 for each in requests)
+    steps = sum(each["response_metrics"]["speculative_decoding"]["num_spec_steps"] for each in requests)
+    name = "vllm:spec_decode_num_drafts_total"
+    assert steps == after[name] - before[name] > 0
 
 
 def test_the_llm_command_streams_answers_and_keeps_to_a_schema(served: Process, expected: str, tmp_path: Path) -> None:
@@ -141,23 +257,21 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-def test_vllm_bench_serve_prints_the_acceptance_that_metrics_show(
-    served: Process, models: Path, tmp_path: Path
-) -> None:
+def test_vllm_bench_serve_prints_the_acceptance_that_metrics_show(fresh: Process, models: Path, tmp_path: Path) -> None:
     python = interpreter("PEAGLE_VLLM_PYTHON")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the user {n}"}) + "\n" for n in range(8)))
-    before = counters(served.url)
+    before = counters(fresh.url)
     said = talk(
         python.with_name("vllm"),
-        *("bench", "serve", "--backend", "openai-chat", "--base-url", served.url, "--endpoint", "/v1/chat/completions"),
+        *("bench", "serve", "--backend", "openai-chat", "--base-url", fresh.url, "--endpoint", "/v1/chat/completions"),
         *("--model", "tiny", "--tokenizer", models / "target", "--dataset-name", "custom", "--dataset-path", prompts),
         *("--custom-output-len", 24, "--skip-chat-template", "--num-prompts", 8, "--max-concurrency", 2),
         *("--temperature", 0, "--ignore-eos", "--num-warmups", 0, "--ready-check-timeout-sec", 0),
         *("--save-result", "--result-dir", tmp_path, "--result-filename", "found.json"),
         VLLM_NO_USAGE_STATS="1",
     )
-    after = counters(served.url)
+    after = counters(fresh.url)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     drafts = grown["vllm:spec_decode_num_drafts_total"]
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]

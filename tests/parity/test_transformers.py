@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from peagle.checkpoint.native import load_drafter
-from peagle.compare.divergence import NEAR_TIE, gap_to_best
+from peagle.compare.divergence import gap_to_best
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.targets.near_tie import NEAR_TIE
 from peagle.tokenizer import render_chat
 
 pytestmark = pytest.mark.parity

@@ -40,7 +40,7 @@ def llm_that_exports_everything() -> LLM:
         config.aux_layer_ids,
         acceptance={"prompts": {"per_position": [0.5] * NUM_DRAFT_TOKENS}},
     )
-    return LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=2, max_length=256, page_size=16)
+    return LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=2, max_length=256, page_size=16, verify_tokens=0)
 
 
 @pytest.fixture(scope="module")

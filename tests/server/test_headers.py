@@ -8,7 +8,7 @@ import time
 import pytest
 
 from harness.local_server import running
-from peagle.server.lifecycle import MAX_HEADER_BYTES
+from peagle.server.lifecycle import CONTINUE, MAX_HEADER_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,45 @@ def test_a_next_request_that_trickles_does_not_cut_the_answer_before_it(impatien
         client.sendall(head.encode() + body)
         client.sendall(b"GET /health HT")
         assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def post(**body):
+    data = json.dumps({"prompt": "the", "ignore_eos": True} | body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_closes_its_side_after_the_request_gets_the_answer(impatient, is_stream):
+    with connected(impatient) as client:
+        client.sendall(post(max_tokens=200, stream=is_stream))
+        client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)
+    while answer.startswith(CONTINUE):
+        answer = answer.removeprefix(CONTINUE)
+    assert answer.startswith(b"HTTP/1.1 200 ") and b'"finish_reason":"length"' in answer
+    assert not is_stream or b"data: [DONE]" in answer
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_closes_both_sides_is_aborted(impatient, is_stream):
+    num_aborted = impatient.stats().num_aborted
+    with connected(impatient) as client:
+        client.sendall(post(max_tokens=240, n=100, stream=is_stream))
+        while not impatient.stats().num_running:
+            time.sleep(0.01)
+    deadline = time.monotonic() + 20
+    while impatient.stats().num_running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert impatient.stats().num_aborted > num_aborted and impatient.stats().num_pages_used == 0
+
+
+@pytest.mark.parametrize("data", [b"", post()[:60], post()[:-3]])
+def test_a_client_that_closes_its_side_in_a_request_is_not_kept(impatient, data):
+    with connected(impatient) as client:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client) == b""
 
 
 def test_a_path_cannot_forge_a_line_of_the_log(impatient, caplog):

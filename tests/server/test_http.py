@@ -135,6 +135,34 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(served)
     assert time.perf_counter() - started < 5
 
 
+LONG = "\x01" * 700_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {LONG: 1}),
+        (CHAT, {"messages": [{"role": LONG, "content": "x"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "speculation": {LONG: 1}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": LONG}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logit_bias": {LONG: LONG}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "stop": [LONG] * 65}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "(" + "x" * 15_000}}),
+        ("/v1/completions", {"prompt": {LONG: LONG}}),
+        (
+            "/v1/completions",
+            {"prompt": "x", "response_format": {"type": "json_object", "schema": {"type": LONG[:9999]}}},
+        ),
+        ("/" + "a" * 50_000, {}),
+    ],
+)
+def test_an_error_does_not_repeat_what_was_sent(served, path, body):
+    response = served.http.post(path, json=body)
+    assert 400 <= response.status_code < 500 and len(response.content) < 4096
+    assert response.json()["error"]["message"]
+
+
 def test_refused_stream_still_has_its_status(served):
     response = served.http.post("/v1/completions", json={"prompt": [5000], "stream": True})
     assert response.status_code == 400 and "prompt token ids" in message_of(response)
@@ -195,7 +223,7 @@ def well_drafted_llm():
     prompt_ids, params = target.tokenizer.encode("the"), SamplingParams(max_tokens=60, ignore_eos=True)
     answer = [token for step in decode(target, prompt_ids, params) for token in step.token_ids]
     drafter = trained_drafter(target, [[*prompt_ids, *answer]])
-    return LLM(target, drafter, 4, max_batch=8, max_length=256, page_size=16)
+    return LLM(target, drafter, 4, max_batch=8, max_length=256, page_size=16, verify_tokens=0)
 
 
 def test_end_token_inside_an_accepted_draft_ends_the_stream_there():

@@ -96,9 +96,11 @@ def test_a_busy_port_is_found_out_before_anything_is_loaded():
 
 @pytest.mark.slow
 def test_a_target_that_cannot_be_loaded_ends_the_process_with_its_error(tmp_path):
-    with Process(tmp_path / "nothing") as found:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"}')
+    with Process(tmp_path / "broken") as found:
         assert found.end() == 2
-    assert any(line.startswith("error: ") and "nothing" in line for line in found.lines), found.lines
+    assert any(line.startswith("error: ") and "broken" in line for line in found.lines), found.lines
     assert any(line.startswith("hint: ") for line in found.lines) and not any(
         "Traceback" in each for each in found.lines
     )

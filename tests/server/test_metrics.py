@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from peagle.sampling_params import SamplingParams
+from peagle.checkpoint.card import Baseline, baseline_of
+from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.jobs import Job
-from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, Baseline, ServerMetrics, baseline_of, deep_acceptance
+from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, ServerMetrics, deep_acceptance
 
 VLLM_COUNTERS = {
     "spec_decode": ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
@@ -95,9 +96,9 @@ def test_times_begin_when_the_request_is_there_and_not_when_it_is_tokenized(serv
     assert all(served.metric(name) - earlier >= 0.4 for name, earlier in zip(names, before, strict=True))
 
 
-def job_with(histogram, num_left_out=0):
+def job_with(histogram, num_left_out=0, **params):
     """With so many drafts by the number of their tokens that were accepted, of which some were not verified whole."""
-    job = Job(None, "x", [[1]], SamplingParams(max_tokens=10), len(histogram) - 1)
+    job = Job(None, "x", [[1]], SamplingParams(max_tokens=10, **params), len(histogram) - 1)
     job.num_steps, job.histogram, job.finished_at = sum(histogram), histogram, job.started + 1
     job.num_drafted = (len(histogram) - 1) * sum(histogram) - num_left_out
     return job
@@ -131,11 +132,15 @@ def test_drift_is_told_when_acceptance_falls_below_the_card():
     assert b'finished_reason="None"' in metrics.text() or b"request_success" in metrics.text()
 
 
-def test_requests_whose_drafts_were_cut_short_in_a_full_batch_are_no_sign_of_drift():
-    metrics = ServerMetrics("m", 2, baseline=Baseline(2.0, "card"))
-    metrics.finished(job_with([0, MIN_WINDOW_DRAFTS, 0]), is_full=False)
-    metrics.finished(job_with([9 * MIN_WINDOW_DRAFTS, 0, 0], num_left_out=1), is_full=True)
-    assert metrics.acceptance_length() == (2.0, MIN_WINDOW_DRAFTS) and not metrics.has_drifted()
+def test_steps_with_fewer_drafts_are_compared_with_a_shorter_chain():
+    metrics = ServerMetrics("m", 2, baseline=baseline_of({"card": {"per_position": [0.8, 0.7]}}, 2))
+    half = MIN_WINDOW_DRAFTS // 2
+    metrics.finished(job_with([half, half, 0], num_left_out=half), is_full=True)
+    assert metrics.expected() == Baseline(1.8, "card"), "one draft per step, and a half"
+    metrics.finished(job_with([half, half, 0], num_left_out=half), is_full=True)
+    assert metrics.acceptance_length()[0] == 1.5 and not metrics.has_drifted(), "above 80% of 1.8"
+    metrics.finished(job_with([2 * half, 0, 0], num_left_out=2 * half), is_full=True)
+    assert metrics.acceptance_length()[0] == 1.3333333333333333 and metrics.has_drifted()
 
 
 def test_a_baseline_measured_by_decoding_goes_before_a_replay_and_the_alarm_names_it():
@@ -147,6 +152,45 @@ def test_a_baseline_measured_by_decoding_goes_before_a_replay_and_the_alarm_name
     shown = {family.name: family.documentation for family in metrics._shared(0, "requests")}
     assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_drift"]
     assert "decoding mixed_prompts at temperature 0" in shown["peagle:acceptance_length_baseline"]
+
+
+def card_of(greedy, sampled=None):
+    """Rates per position, measured by decoding."""
+    rates = {"baseline": (0.0, greedy), "baseline_sampled": (1.0, sampled)}
+    return {
+        name: {"kind": "decoded", "prompts": "p", "temperature": temperature, "per_position": each}
+        for name, (temperature, each) in rates.items()
+        if each
+    }
+
+
+def test_the_baseline_of_sampled_requests_is_one_of_its_own():
+    card = card_of([0.8, 0.6], [0.4, 0.2])
+    assert baseline_of(card, 2) == Baseline(2.4, "decoding p at temperature 0")
+    assert baseline_of(card, 2, is_sampled=True) == Baseline(1.6, "decoding p at temperature 1")
+    assert baseline_of(card_of([0.8, 0.6]), 2, is_sampled=True) is None
+    replay = {"held_out_replay": {"per_position": [0.8, 0.6]}}
+    assert baseline_of(replay, 2, is_sampled=True) == Baseline(2.4, "held_out_replay"), "nothing tells them apart"
+
+
+def test_requests_are_compared_with_the_baseline_of_their_temperature():
+    card = card_of([0.8, 0.7], [0.3, 0.2])
+    metrics = ServerMetrics("m", 2, 1, baseline_of(card, 2), baseline_of(card, 2, is_sampled=True))
+    assert metrics.expected().length == 2.5, "no request yet"
+    metrics.finished(job_with([MIN_WINDOW_DRAFTS, MIN_WINDOW_DRAFTS, 0], temperature=0.7), is_full=False)
+    assert metrics.expected() == Baseline(1.5, "decoding p at temperature 1") and not metrics.has_drifted()
+    metrics.finished(job_with([2 * MIN_WINDOW_DRAFTS, 0, 0]), is_full=False)
+    assert metrics.expected() == Baseline(2.0, "decoding p at temperature 0, decoding p at temperature 1")
+    assert metrics.acceptance_length()[0] == 1.25 and metrics.has_drifted()
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"grammar": Grammar("json_object")}, {"logit_bias": {3: 1.0}}]
+)
+def test_requests_that_the_card_says_nothing_about_are_not_compared(params):
+    metrics = ServerMetrics("m", 2, 1, baseline_of(card_of([0.8, 0.7]), 2))
+    metrics.finished(job_with([MIN_WINDOW_DRAFTS, 0, 0], **params), is_full=False)
+    assert metrics.acceptance_length() == (None, 0) and not metrics.has_drifted()
 
 
 def test_baseline_is_what_the_card_says_for_this_number_of_draft_tokens():

@@ -159,7 +159,8 @@ def test_unknown_model_is_a_404_and_an_empty_name_is_ours(served):
         ("temperature", -1, "'temperature' must be 0 or more, got -1"),
         ("top_p", 0, "'top_p' must be above 0 and at most 1, got 0"),
         ("max_tokens", 4000, "set 'max_tokens' to at most 234, or omit it"),
-        ("store", True, "'store' is not supported: nothing is stored"),
+        ("stop", ["x"] * 65, "'stop' must have at most 64 elements, got 65"),
+        ("response_format", "json", "'response_format' must be an object, got 'json'"),
         ("service_tier", "flex", "'service_tier' is not supported: there is one service tier"),
         ("top_logprobs", 3, "'top_logprobs' requires 'logprobs'"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "'tools' is not supported: the target's chat"),
@@ -170,6 +171,15 @@ def test_bad_request_is_explained_by_its_field(served, field, value, message):
         served.client().chat.completions.create(model="tiny", messages=MESSAGES, **{field: value})
     assert message in caught.value.message
     assert caught.value.param == field and caught.value.type == "invalid_request_error"
+
+
+def test_labels_for_openais_own_accounting_are_accepted_and_ignored(served):
+    create, asked = served.client().chat.completions.create, {"max_tokens": 8, "temperature": 0}
+    plain, labelled = (
+        create(model="tiny", messages=MESSAGES, **asked, **more).choices[0].message.content
+        for more in ({}, {"store": True, "metadata": {"run": "7"}, "prompt_cache_key": "a"})
+    )
+    assert plain == labelled
 
 
 def test_request_id_is_surfaced_by_the_client(served):

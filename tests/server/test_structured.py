@@ -34,6 +34,15 @@ def check(text):
     )
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_beside_the_type_is_followed(served, chat_body, kind):
+    form = {"type": kind, "schema": SCHEMA}
+    body = chat_body | {"response_format": form, "max_tokens": 80}
+    check(served.http.post(CHAT, json=body).json()["choices"][0]["message"]["content"])
+    body["response_format"] = form | {"json_schema": {"name": "other", "schema": {"type": "object"}}}
+    assert "differ; omit one" in served.http.post(CHAT, json=body).json()["error"]["message"]
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_json_schema_always_parses_and_validates(served, chat_body, temperature):
     answer = served.client().chat.completions.create(

@@ -156,3 +156,28 @@ def test_a_conversation_with_calls_and_results_is_rendered(with_tools):
     ]
     answer = with_tools.client().chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=3)
     assert answer.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("call_id", "result_id", "why"),
+    [
+        ("c1", "c2", "names no call of an earlier assistant message"),
+        ("c1", None, "is missing"),
+        (None, "c1", "names no call of an earlier assistant message"),
+    ],
+)
+def test_a_result_of_no_call_is_refused(with_tools, call_id, result_id, why):
+    call = {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": result_id, "content": "sun"}
+    for messages, index in (([*MESSAGES, {"role": "assistant", "tool_calls": [call]}, result], 2), ([result], 0)):
+        response = with_tools.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == f"messages.{index}.tool_call_id"
+        assert why in error["message"] or index == 0
+
+
+def test_results_of_calls_without_ids_need_none(with_tools):
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "sun"}]
+    response = with_tools.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    assert response.status_code == 200, response.text

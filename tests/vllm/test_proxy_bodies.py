@@ -2,7 +2,7 @@
 
 import pytest
 
-from peagle.server.metrics import Baseline
+from peagle.checkpoint.card import Baseline
 from peagle.vllm.proxy_bodies import as_error, request_fields
 from peagle.vllm.proxy_metrics import WINDOW_DRAFTS, ProxyMetrics
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from peagle.checkpoint.pairing import target_of
 from peagle.errors import ConfigError
 from peagle.sagemaker.checks import check_instance
 from peagle.sagemaker.conventions import DRAFT_DIRECTORY, MODEL_DIRECTORY, PREFIX, Engine, variables
@@ -15,7 +16,7 @@ from peagle.sagemaker.images import GPU_AMI, num_gpus, read_image, reads_lists, 
 from peagle.sagemaker.plan import MAX_STARTUP_SECONDS, STARTUP_SECONDS, Deployment, Host, read_pairs
 from peagle.targets.catalog import CatalogEntry, find
 from peagle.vllm.command import VllmSettings
-from peagle.vllm.form import check_texts, in_vllm_form
+from peagle.vllm.form import check_target, in_vllm_form
 from peagle.vllm.models import Models, find_models
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ class Serving:
     """What to serve."""
 
     target: str | None = None
-    """catalog name, Hugging Face id, or a directory to upload; default: NAME, if the catalog has it"""
+    """catalog name, Hugging Face id, or a directory to upload; default: NAME, if the catalog has it, else the
+    target on the drafter's card"""
     drafter: str | None = None
     """directory to upload, Hugging Face id, or catalog variant; default: the catalog's"""
     num_draft_tokens: int | None = None
@@ -61,6 +63,8 @@ def choose(
         raise ConfigError(
             "no execution role", hint=f"pass --role arn:aws:iam::ACCOUNT:role/NAME, or set {ROLE_VARIABLE}"
         )
+    if serving.target is None and serving.drafter is not None and find(name) is None:
+        serving = replace(serving, target=target_of(serving.drafter))
     entry = find(serving.target or name)
     if serving.target is None and entry is None:
         raise ConfigError(
@@ -150,9 +154,9 @@ def _models(name: str, serving: Serving, engine: Engine, tag: str) -> tuple[Mode
             return models, target, None
         files = fetch(models.drafter.model, what="drafter")
     if engine == "native":
-        check_texts(files, models, serving.allow_mismatch)
+        check_target(files, models, serving.allow_mismatch, with_weights=True)
         return models, target, read_directory("drafter", files)
-    models = in_vllm_form(models, vllm_release(tag), allow_mismatch=serving.allow_mismatch)
+    models = in_vllm_form(models, vllm_release(tag), allow_mismatch=serving.allow_mismatch, compare_weights=True)
     if models.drafter is not None and Path(models.drafter.model).is_dir():
         files = Path(models.drafter.model)
     return models, target, read_directory("drafter", files)

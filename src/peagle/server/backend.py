@@ -16,6 +16,8 @@ class Backend(ABC):
     num_draft_tokens: int
     drafter_name: str | None
     max_length: int | None
+    near_tie: float | None = None
+    """gap of log-probabilities up to which rounding may decide between two tokens, if known"""
     engine_name: str | None = None
     """name and version of the process behind it, if there is one"""
 
@@ -66,5 +68,6 @@ class Backend(ABC):
                 "max_num_draft_tokens": self.num_draft_tokens,
                 "drafter": self.drafter_name,
                 "max_length": self.max_length,
-            },
+            }
+            | ({"near_tie": self.near_tie} if self.near_tie else {}),
         }

@@ -32,6 +32,7 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
         raise invalid("top_logprobs", "requires 'logprobs'")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens", "and 'max_completion_tokens' differ; omit one of them")
+    _check_tool_results(body.messages)
     tools = tool_format(body, service.chat_template)
     grammar = grammar_of(body)
     if tools.form == "forced":
@@ -52,6 +53,16 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     )
     job = service.new_job("chatcmpl", [prompt], params, arrived)
     return await service.respond(request, body, ChatWriter(service, job, body, tools.form))
+
+
+def _check_tool_results(messages: list[Message]) -> None:
+    """Each message of a tool answers a call of an earlier message, by its id; calls without ids by none."""
+    ids: set[str | None] = set()
+    for index, message in enumerate(messages):
+        if message.role == "tool" and message.tool_call_id not in ids:
+            why = "is missing" if message.tool_call_id is None else "names no call of an earlier assistant message"
+            raise invalid(f"messages.{index}.tool_call_id", why)
+        ids |= {call.id for call in message.tool_calls or ()}
 
 
 def render(

@@ -18,11 +18,15 @@ MESSAGES = {
     "greater_than_equal": "must be at least {ge}, got {value}",
     "less_than_equal": "must be at most {le}, got {value}",
     "less_than": "must be below {lt}, got {value}",
-    "too_long": "must have at most {max_length} elements, got {value}",
+    "too_long": "must have at most {max_length} elements, got {actual_length}",
+    "model_type": "must be an object, got {value}",
+    "dict_type": "must be an object, got {value}",
 }
 """Messages for pydantic's error types."""
 MAX_QUOTED = 200
 """Characters of a client's value that an error message quotes."""
+MAX_MESSAGE, MAX_PARAM = 500, 100
+"""Characters of a message and of a field's name. Each takes at most 6 bytes, so a body stays below 4 KB."""
 
 
 class HttpError(Exception):
@@ -38,7 +42,8 @@ class HttpError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, _shortened(message, MAX_MESSAGE), code
+        self.param = None if param is None else _shortened(param, MAX_PARAM)
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
@@ -90,8 +95,8 @@ def as_http_error(error: Exception, known_params: frozenset[str] = frozenset()) 
 def as_bad_body(error: ValidationError, name: str = "body") -> HttpError:
     """A 400 for the first field that does not validate."""
     complaints = error.errors(include_url=False)
-    # In a union, the alternative that matched furthest into the body is the one the client meant.
-    first = max(complaints, key=lambda each: sum(isinstance(part, int) for part in each["loc"]))
+    # In a union, the alternative that matched furthest into the body is the one the client meant, then one of its type.
+    first = max(complaints, key=lambda each: (_depth(each["loc"]), not each["type"].endswith("_type")))
     where = ".".join(str(part) for part in first["loc"] if not _is_alternative(part)) or name
     value = repr(first.get("input"))
     value = value if len(value) <= MAX_QUOTED else value[:MAX_QUOTED] + "..."
@@ -102,9 +107,18 @@ def as_bad_body(error: ValidationError, name: str = "body") -> HttpError:
     return invalid(where, f"{first['msg'].replace('Input should be', 'must be')}, got {value}")
 
 
+def _depth(location: tuple[int | str, ...]) -> int:
+    return sum(isinstance(part, int) for part in location)
+
+
 def _is_alternative(part: object) -> bool:
     """Whether a part of a location names a type of a union, not a field."""
     return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+
+
+def _shortened(text: str, limit: int) -> str:
+    """At most `limit` characters, without the middle: it is what a client sent. The end says what to do."""
+    return text if len(text) <= limit else f"{text[: limit - limit // 4 - 5]} ... {text[-(limit // 4) :]}"
 
 
 def _one_line(error: PeagleError) -> str:

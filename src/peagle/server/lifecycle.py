@@ -52,6 +52,9 @@ TEARDOWN_SECONDS = 3.0
 KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""
 MAX_HEADER_BYTES = 64 * 2**10
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Clients skip any number of these."""
+FIRST_PROBE_SECONDS, MAX_PROBE_SECONDS = 0.1, 5.0
 BACKLOG = 2048
 
 S = TypeVar("S", bound=Backend)
@@ -231,6 +234,21 @@ class LimitedHttp(HttpToolsProtocol):
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._is_too_large = True
                 self.send_400_response("")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to keep the connection: a client may close its side after the request and read the answer."""
+        if not self._num_requests or self.cycle.more_body or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._probe(FIRST_PROBE_SECONDS)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """Write something: only that shows whether a client has closed both sides. A response that began does too."""
+        if self.transport.is_closing() or self.cycle.response_started or self.pipeline:
+            return
+        self.transport.write(CONTINUE)
+        self.loop.call_later(seconds, self._probe, min(2 * seconds, MAX_PROBE_SECONDS))
 
     def on_headers_complete(self) -> None:
         self._watch(None)

@@ -7,16 +7,15 @@ includes the recovered or bonus token: 1 + accepted / drafts.
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from peagle.checkpoint.card import DECODED, trusted_acceptance
+from peagle.checkpoint.card import Baseline
 
 if TYPE_CHECKING:
     from peagle.engine.outputs import EngineStats
@@ -40,15 +39,6 @@ DEEP = 20
 DEEP_THRESHOLD = 0.75
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The acceptance length that drift is measured against."""
-
-    length: float
-    source: str
-    """how it was measured"""
-
-
 class Metrics(Collector):
     """What every backend reports: HTTP statuses, sizes, and acceptance against the drafter card."""
 
@@ -67,17 +57,21 @@ class Metrics(Collector):
     def acceptance_length(self) -> tuple[float | None, int]:
         """Acceptance length over the window, and the number of drafts in it."""
 
+    def expected(self) -> Baseline | None:
+        """The acceptance length to compare the window with; None if the card has no figure."""
+        return self.baseline
+
     def has_drifted(self) -> bool:
         """Whether acceptance is below the card's; logs when that changes."""
-        length, num_drafts = self.acceptance_length()
-        if length is None or self.baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
+        (length, num_drafts), baseline = self.acceptance_length(), self.expected()
+        if length is None or baseline is None or num_drafts < MIN_WINDOW_DRAFTS:
             return False
-        has_drifted = length < DRIFT_SHARE * self.baseline.length
+        has_drifted = length < DRIFT_SHARE * baseline.length
         if has_drifted != self._is_drift_logged:
             self._is_drift_logged = has_drifted
             level, now = (logging.WARNING, "below") if has_drifted else (logging.INFO, "no longer below")
             what = f"acceptance length {length:.2f} over the last {num_drafts:,} drafts is {now}"
-            card = f"{DRIFT_SHARE:.0%} of the card's {self.baseline.length:.2f} (measured by {self.baseline.source})"
+            card = f"{DRIFT_SHARE:.0%} of the card's {baseline.length:.2f} (measured by {baseline.source})"
             log.log(level, "%s %s", what, card)
         return has_drifted
 
@@ -91,10 +85,10 @@ class Metrics(Collector):
         if length is not None:
             yield self._gauge("peagle:acceptance_length", f"Over the last {window}", length)
             yield self._gauge("peagle:acceptance_window_drafts", "Drafts in that window", num_drafts)
-        if self.baseline is not None:
-            what = f"Acceptance length on the drafter card, measured by {self.baseline.source}"
-            yield self._gauge("peagle:acceptance_length_baseline", what, self.baseline.length)
-            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline ({self.baseline.source})"
+        if (baseline := self.expected()) is not None:
+            what = f"Acceptance length on the drafter card, measured by {baseline.source}"
+            yield self._gauge("peagle:acceptance_length_baseline", what, baseline.length)
+            what = f"1 while the acceptance length is below {DRIFT_SHARE} of the baseline ({baseline.source})"
             yield self._gauge("peagle:acceptance_drift", what, int(self.has_drifted()))
 
     def _counter(self, name: str, what: str, value: float) -> Metric:
@@ -109,15 +103,24 @@ class Metrics(Collector):
 
 
 class ServerMetrics(Metrics):
-    """The metrics of our own engine: the server's latencies, and the engine's counters at the scrape."""
+    """The metrics of our own engine: the server's latencies, and the engine's counters at the scrape.
+
+    Greedy requests are compared with `baseline`, those with a temperature with `sampled`.
+    """
 
     def __init__(
-        self, model_name: str, num_draft_tokens: int = 0, max_batch: int = 0, baseline: Baseline | None = None
+        self,
+        model_name: str,
+        num_draft_tokens: int = 0,
+        max_batch: int = 0,
+        baseline: Baseline | None = None,
+        sampled: Baseline | None = None,
     ) -> None:
         super().__init__(model_name, num_draft_tokens, max_batch, baseline)
+        self.sampled = sampled
         self.stats: EngineStats | None = None
-        self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        """(drafts, accepted tokens) of the last requests"""
+        self.window: deque[tuple[int, int, Baseline | None]] = deque(maxlen=WINDOW)
+        """(drafts, accepted tokens, baseline) of the last requests"""
         self.registry.register(self)
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -164,15 +167,29 @@ class ServerMetrics(Metrics):
             self.tpot.observe(per_token)
             if is_full:
                 self.full_load.observe(per_token)
-        # If a full batch left drafts out, or drafts were tolerated, the rest says nothing about the drafter.
-        if job.num_steps and job.params.tolerance == 1 and job.num_drafted == job.num_steps * self.num_draft_tokens:
-            self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram))))
+        # The baseline was measured with chains. A step that verifies n drafts, the likeliest of a tree, should accept
+        # at least what a chain of n does. Requests that the card has no figure for are not compared: other logits,
+        # tolerated drafts, or no figure for their temperature.
+        params, usual = job.params, self.sampled if job.params.temperature else self.baseline
+        is_known = usual is not None or (self.baseline is None and self.sampled is None)
+        is_plain = is_known and params.tolerance == 1 and not params.adjusts_logits
+        if job.num_steps and is_plain and job.num_drafted >= job.num_steps:
+            usual = usual and usual.of_chain(job.num_drafted // job.num_steps)
+            self.window.append((job.num_steps, sum(n * drafts for n, drafts in enumerate(job.histogram)), usual))
 
     def acceptance_length(self) -> tuple[float | None, int]:
-        num_drafts = sum(drafts for drafts, _ in self.window)
+        num_drafts = sum(drafts for drafts, _, _ in self.window)
         if not num_drafts:
             return None, 0
-        return 1 + sum(accepted for _, accepted in self.window) / num_drafts, num_drafts
+        return 1 + sum(accepted for _, accepted, _ in self.window) / num_drafts, num_drafts
+
+    def expected(self) -> Baseline | None:
+        """The mean of the baselines of the window's requests, weighted by their drafts."""
+        entries = [(drafts, usual) for drafts, _, usual in self.window if usual is not None]
+        if not entries:
+            return self.baseline or self.sampled
+        length = sum(drafts * usual.length for drafts, usual in entries) / sum(drafts for drafts, _ in entries)
+        return Baseline(round(length, 4), ", ".join(sorted({usual.source for _, usual in entries})))
 
     def text(self) -> bytes:
         return prometheus_client.generate_latest(self.registry)
@@ -223,23 +240,3 @@ def deep_acceptance(accepted_per_position: list[int]) -> float:
     """
     reached = sum(accepted_per_position[DEEP - 1 : -1])
     return sum(accepted_per_position[DEEP:]) / reached if reached else 0.0
-
-
-def baseline_of(acceptance: Mapping[str, Any], num_draft_tokens: int) -> Baseline | None:
-    """The acceptance length to expect with `num_draft_tokens`, from a drafter card; None if the card has no figure.
-
-    Figures measured by decoding prompts go before replays of training data. Rates per position do not depend on how
-    many more positions are drafted, so a shorter draft's baseline is known too.
-
-    >>> baseline_of({"one": {"per_position": [0.6, 0.4, 0.2]}, "two": {"per_position": [0.8, 0.6, 0.4]}}, 2)
-    Baseline(length=2.2, source='one, two')
-    """
-    rates = {name: entry["per_position"] for name, entry in trusted_acceptance(acceptance).items()}
-    lengths = {name: 1 + sum(each[:num_draft_tokens]) for name, each in rates.items() if len(each) >= num_draft_tokens}
-    if not lengths or num_draft_tokens < 1:
-        return None
-    sources = []
-    for name, entry in ((name, acceptance[name]) for name in lengths):
-        decoded = f"decoding {entry.get('prompts', name)} at temperature {entry.get('temperature', 0):g}"
-        sources.append(decoded if entry.get("kind") == DECODED else name)
-    return Baseline(round(sum(lengths.values()) / len(lengths), 4), ", ".join(sources))

@@ -53,6 +53,8 @@ class JsonSchema(Part):
 class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """what Together and llama.cpp take instead of `json_schema`; instructor's JSON_SCHEMA mode sends it"""
 
 
 class StructuredOutputs(Part):
@@ -198,8 +200,6 @@ _OTHER = "use response_format, or structured_outputs with json, regex or choice"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "set n and choose among the answers"),
     "suffix": (("",), "the target cannot fill in the middle"),
-    "store": ((False,), "nothing is stored"),
-    "metadata": (({},), "nothing is stored"),
     "service_tier": (("auto", "default"), "there is one service tier"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
@@ -228,8 +228,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_backend": ((), "there is only one"),
 }
 """Fields we do not implement: the values that change nothing, and why others are refused."""
-LABELS = frozenset({"safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Fields for OpenAI's own accounting. They are ignored."""
+LABELS = frozenset({"store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+"""Fields for OpenAI's own accounting. They are ignored: nothing is stored."""
 
 
 def validated(kind: type[B], data: Any) -> B:

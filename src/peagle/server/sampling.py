@@ -50,11 +50,14 @@ def grammar_of(body: Body) -> Grammar | None:
         return None if structured is None else _structured_grammar(structured)
     if structured is not None:
         raise HttpError(400, "'response_format' and 'structured_outputs' cannot be combined")
-    if formatted.type == "json_object":
-        return make_grammar("json_object", None)
-    if formatted.json_schema is None:
+    schema = formatted.schema_ if formatted.json_schema is None else formatted.json_schema.schema_
+    if schema is not None and formatted.schema_ not in (None, schema):
+        raise invalid("response_format.schema", "and 'response_format.json_schema' differ; omit one of them")
+    if schema is not None:
+        return make_grammar("json_schema", schema)
+    if formatted.type == "json_schema":
         raise invalid("response_format.json_schema", "is missing")
-    return make_grammar("json_schema", formatted.json_schema.schema_)
+    return make_grammar("json_object", None)
 
 
 def _structured_grammar(given: StructuredOutputs) -> Grammar:

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from peagle.checkpoint.card import baseline_of
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.backend import Backend
 from peagle.server.errors import HttpError, invalid, unavailable
 from peagle.server.jobs import Job
-from peagle.server.metrics import ServerMetrics, baseline_of
+from peagle.server.metrics import ServerMetrics
 from peagle.server.protocol import Body
 from peagle.server.settings import ServerSettings
 from peagle.server.streaming import EventStream, JsonResponse, unless_gone
 from peagle.server.tokens import ControlTokens, TokenTexts
+from peagle.targets.near_tie import near_tie
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
@@ -91,11 +93,13 @@ class Service(Backend):
         self.max_length, self.num_draft_tokens = engine.max_length, engine.num_draft_tokens
         names = settings.served_model_name or (target.name,)
         card = getattr(engine.drafter, "card", None)
-        baseline = baseline_of(card.acceptance if card else {}, self.num_draft_tokens)
-        super().__init__(names, target.name, ServerMetrics(names[0], self.num_draft_tokens, self.max_batch, baseline))
+        acceptance = card.acceptance if card else {}
+        baselines = (baseline_of(acceptance, self.num_draft_tokens, is_sampled) for is_sampled in (False, True))
+        metrics = ServerMetrics(names[0], self.num_draft_tokens, self.max_batch, *baselines)
+        super().__init__(names, target.name, metrics)
         max_waiting = engine.runner.config.max_waiting
         self._capacity = math.inf if max_waiting is None else max_waiting + self.max_batch
-        self.vocab_size = target.vocab_size
+        self.vocab_size, self.near_tie = target.vocab_size, near_tie(target)
         self.tokenizer = copy.deepcopy(target.tokenizer)  # the engine's thread uses the other one
         self.token_texts = TokenTexts(self.tokenizer)
         template = self.tokenizer.chat_template or ""

@@ -10,9 +10,10 @@ from pathlib import Path
 from peagle import __version__
 from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, read_object, vllm_mask_token_id
 from peagle.checkpoint.layouts import CONFIG_NAME, PAIR_HEAD_NAME, WEIGHTS_NAME, tensor_types
-from peagle.errors import CheckpointError
+from peagle.checkpoint.pairing import card_target
+from peagle.errors import CapacityError, CheckpointError
 from peagle.vllm.command import DrafterFacts, Installed, VllmSettings, check_combination
-from peagle.vllm.models import Models, card_values, facts_of
+from peagle.vllm.models import Models, facts_of
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,14 @@ def reason_to_convert(directory: Path, facts: DrafterFacts, vllm: Installed) -> 
     return None
 
 
-def in_vllm_form(models: Models, vllm: Installed, *, allow_mismatch: bool = False) -> Models:
+def in_vllm_form(
+    models: Models, vllm: Installed, *, allow_mismatch: bool = False, compare_weights: bool = False
+) -> Models:
     """`models` with a drafter that vLLM can load: unchanged, or converted into the cache, once.
 
     Converting loads the target on the CPU, for its embedding table and to compare it with the drafter's card. The
-    cache key covers the files of both, so a cached drafter has passed that check.
+    cache key covers the files of both, so a cached drafter has passed that check. `compare_weights` loads the target
+    for a drafter that needs no conversion, too.
     """
     facts = models.drafter
     if facts is None:
@@ -65,11 +69,11 @@ def in_vllm_form(models: Models, vllm: Installed, *, allow_mismatch: bool = Fals
         directory = fetch(facts.model, what="drafter")
     reason = reason_to_convert(directory, facts, vllm)
     if reason is None:
-        check_texts(directory, models, allow_mismatch)
+        check_target(directory, models, allow_mismatch, with_weights=compare_weights)
         return models
     destination = _place(directory, models, allow_mismatch)
     if (destination / WEIGHTS_NAME).is_file():
-        check_texts(directory, models, allow_mismatch)
+        check_target(directory, models, allow_mismatch)
         if destination.name.endswith(UNCHECKED):
             log.warning("%s was converted under --allow-mismatch: it may not fit the target", destination)
     else:
@@ -93,7 +97,7 @@ def prepare(
     check_combination(settings, vllm, os.environ if here else {})
     if settings.drafter is None or not (here or Path(settings.drafter.model).is_dir()):
         return settings
-    drafter = in_vllm_form(models, vllm, allow_mismatch=allow_mismatch).drafter
+    drafter = in_vllm_form(models, vllm, allow_mismatch=allow_mismatch, compare_weights=not here).drafter
     assert drafter is not None
     return replace(settings, drafter=replace(drafter, parallel=settings.drafter.parallel))
 
@@ -156,9 +160,9 @@ def _write(directory: Path, models: Models, destination: Path, allow_mismatch: b
             ) from error
 
 
-def check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:
-    """Compare tokenizer and chat template with the card. `peagle doctor` also compares the weights."""
-    card = card_values(directory).get("target") or {}
+def check_target(directory: Path, models: Models, allow_mismatch: bool, *, with_weights: bool = False) -> None:
+    """Compare tokenizer, chat template and, optionally, weights with the card, if the target is on this machine."""
+    card = card_target(directory)
     if not card or models.directory is None:
         return
     from peagle.targets.load import load_tokenizer
@@ -166,10 +170,24 @@ def check_texts(directory: Path, models: Models, allow_mismatch: bool) -> None:
 
     tokenizer = load_tokenizer(models.directory)
     ours = {"tokenizer": tokenizer_hash(tokenizer), "chat template": chat_template_hash(tokenizer)}
-    found = [what for what, value in ours.items() if card.get(what.replace(" ", "_")) not in (None, value)]
+    found = [f"another {what}" for what, value in ours.items() if card.get(what.replace(" ", "_")) not in (None, value)]
+    if with_weights and card.get("weights") is not None and _fingerprint(models) not in (None, card["weights"]):
+        found.append("other weights")
     if not found:
         return
-    message = f"{directory} was trained for target {card.get('name')!r}; this target has another {' and '.join(found)}"
+    message = f"{directory} was trained for target {card.get('name')!r}; this target has {' and '.join(found)}"
     if not allow_mismatch:
         raise CheckpointError(message, hint="use the drafter's own target, or pass --allow-mismatch to try it anyway")
     log.warning("%s", message)
+
+
+def _fingerprint(models: Models) -> str | None:
+    """The fingerprint of the target's weights; None if they exceed this machine's memory."""
+    from peagle.targets.load import load_target
+
+    log.info("comparing the weights of %s with the drafter's card", models.name)
+    try:
+        return load_target(models.directory, dtype="bfloat16", device="cpu").fingerprint()
+    except CapacityError as error:
+        log.warning("the weights are not compared with the drafter's card: %s", error.message)
+        return None

@@ -9,8 +9,10 @@ from typing import Any
 from peagle.checkpoint.card import CARD_NAME
 from peagle.checkpoint.config_json import is_parallel, read_object, read_values, trained_draft_tokens
 from peagle.checkpoint.layouts import CONFIG_NAME, complete_directory, tensor_types, vllm_name
-from peagle.errors import CheckpointError, ConfigError, first_line
+from peagle.checkpoint.pairing import card_values, check_config, target_of
+from peagle.errors import CheckpointError, ConfigError
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, CatalogDrafter, CatalogEntry, check_spelling, find
+from peagle.targets.hub import published
 from peagle.vllm.command import DrafterFacts, Layout
 
 log = logging.getLogger(__name__)
@@ -67,19 +69,23 @@ def find_models(
 ) -> Models:
     """Find a target and its drafter by path, catalog name or Hugging Face id.
 
-    A GGUF target is converted first, once. With `here` a drafter on the hub is fetched to read its files; without it,
-    the catalog or the drafter's config.json on the hub has to do.
+    A drafter without a target means the target on its card. A GGUF target is converted first, once. With `here` a
+    drafter on the hub is fetched to read its files; without it, the catalog or the drafter's config.json on the hub has
+    to do. Sizes that do not fit are refused.
     """
+    if target is None and drafter is not None and wants_drafter:
+        target = target_of(drafter)
     name = target or DEFAULT_TARGET
     entry = find(name)
     # A catalog name may mean a quantized copy; an id or a path means exactly itself.
     is_name = entry is not None and name.lower() == entry.name
-    models = replace(_find_target(name, entry, is_name=is_name), asked=name)
+    own = entry
     if entry is not None and entry.package is not None and not is_name:
-        entry = None  # its drafters fit the weights in the package, not those on the hub
+        own = None  # its drafters fit the weights in the package, not those on the hub
+    source = _find_drafter(drafter, own, max_length) if wants_drafter else None
+    models = replace(_find_target(name, entry, is_name=is_name), asked=name)
     if not wants_drafter:
         return models
-    source = _find_drafter(drafter, entry, max_length)
     if source is None:
         log.info("no known drafter for %s: plain decoding", models.name)
         return models
@@ -98,8 +104,13 @@ def find_models(
 
         directory = fetch(where, what="drafter")
         facts = facts_of(directory, where)
+    elif listed is not None:
+        facts = DrafterFacts(where, listed.method == "p-eagle")
     else:
-        facts = DrafterFacts(where, listed.method == "p-eagle") if listed is not None else _published(where)
+        directory = published(where, CONFIG_NAME, CARD_NAME)
+        facts = DrafterFacts(where, parallel=None) if directory is None else facts_of(directory, where)
+    if directory is not None and listed is None:
+        check_config(directory, models.config or _published_config(models.target), models.name)
     if listed is not None:
         trained = facts.trained_draft_tokens or listed.trained_draft_tokens
         facts = replace(facts, trained_draft_tokens=trained, advised_draft_tokens=listed.num_draft_tokens)
@@ -153,18 +164,9 @@ def _source_of(drafter: CatalogDrafter, target: str) -> str:
     return str(ASSETS / drafter.source) if drafter.where == "package" else drafter.source
 
 
-def _published(model_id: str) -> DrafterFacts:
-    """Facts from a drafter's config.json on the hub; its kind stays unknown if that cannot be fetched."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        directory = Path(snapshot_download(model_id, allow_patterns=[CONFIG_NAME, CARD_NAME]))
-        if not (directory / CONFIG_NAME).is_file():
-            raise FileNotFoundError("no such file")
-    except Exception as error:  # no network, offline, gated or unknown: the user can still tell the kind
-        log.warning("%s: cannot fetch its %s: %s", model_id, CONFIG_NAME, first_line(error))
-        return DrafterFacts(model_id, parallel=None)
-    return facts_of(directory, model_id)
+def _published_config(model_id: str) -> dict[str, Any]:
+    directory = published(model_id, CONFIG_NAME)
+    return {} if directory is None else Models(model_id, model_id, directory).config
 
 
 def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
@@ -183,9 +185,3 @@ def facts_of(directory: Path, model: str | None = None) -> DrafterFacts:
         norms=tuple(name for name in NORMS if values.get(name)),
         uses_mrope="mrope_section" in rope,
     )
-
-
-def card_values(directory: Path) -> dict[str, Any]:
-    """The drafter's card; empty if it has none."""
-    path = directory / CARD_NAME
-    return read_object(path) if path.is_file() else {}

@@ -18,13 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle import __version__
+from peagle.checkpoint.card import baseline_of
 from peagle.errors import EngineDeadError, QueueFullError, ServerError
 from peagle.server.app import ExtraRoute, Routes, app_with, read_json
 from peagle.server.auth import ApiKeys
 from peagle.server.backend import Backend
 from peagle.server.errors import HttpError
 from peagle.server.lifecycle import Lifecycle
-from peagle.server.metrics import baseline_of
 from peagle.server.settings import ServerSettings
 from peagle.server.sse import EventSplitter, dumps
 from peagle.server.streaming import EventStream, JsonResponse, unless_gone
@@ -54,7 +54,9 @@ class ProxyService(Backend):
     metrics: ProxyMetrics
 
     def __init__(self, child: VllmProcess, served: Served, settings: ServerSettings) -> None:
-        baseline = baseline_of(served.acceptance, served.num_draft_tokens)
+        # vLLM does not count by temperature. Sampled requests accept less: greedy ones must not raise their alarm.
+        lengths = (baseline_of(served.acceptance, served.num_draft_tokens, is_sampled) for is_sampled in (True, False))
+        baseline = next(filter(None, lengths), None)
         metrics = ProxyMetrics(served.names[0], served.num_draft_tokens, served.max_batch, baseline)
         super().__init__(served.names, served.target, metrics)
         self.child, self.served, self.settings = child, served, settings

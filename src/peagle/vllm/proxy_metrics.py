@@ -9,7 +9,8 @@ from prometheus_client import Counter
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.server.metrics import Baseline, Metrics
+from peagle.checkpoint.card import Baseline
+from peagle.server.metrics import Metrics
 
 WINDOW_DRAFTS = 5000
 """Drafts in the acceptance window."""
