@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The test models are tiny: a second thread costs more than it saves, and several tests run at once. Set in the
@@ -36,3 +37,13 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _steps_cost_the_same() -> Iterator[None]:
+    """Engines on a CPU measure steps at start. Here every step costs the same, so drafts pay on any machine."""
+    from peagle.worker.step_costs import StepCosts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.worker.runner.measure_step_costs", lambda *_: StepCosts({1: 1.0}, {1: 0.0}))
+        yield

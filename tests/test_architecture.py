@@ -58,12 +58,14 @@ TORCH_FREE_MODULES = {
     "peagle.checkpoint.card",
     "peagle.checkpoint.config_json",
     "peagle.checkpoint.layouts",
+    "peagle.checkpoint.pairing",
     "peagle.data.json_rows",
     "peagle.data.prompts",
     "peagle.drafter.config",
     "peagle.objective.config",
     "peagle.targets.catalog",
     "peagle.targets.catalog_report",
+    "peagle.targets.hub",
 }
 # transformers is slow to import and loads torch; safetensors itself is light, its torch half is not.
 HEAVY = ("torch", "transformers", "accelerate", "triton", "safetensors.torch")

@@ -228,7 +228,7 @@ def unknown_flags(text: str, flags: dict[str, str]) -> list[str]:
         name = max((name for name in flags if words[1:][: len(name.split())] == name.split()), key=len, default=None)
         if name is None:
             continue
-        known = {flag.replace("--no-", "--", 1) for flag in flags[name].split()} | {"--help", "--from"}
+        known = {flag.replace("--no-", "--", 1) for flag in flags[name].split()} | {"--help", "--help-all", "--from"}
         used = [word.split("=")[0] for word in words if word.startswith("--")]
         found += [f"{command}: {flag}" for flag in used if flag.replace("--no-", "--", 1) not in known]
     return found

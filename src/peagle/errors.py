@@ -4,8 +4,10 @@ The message names the problem, the value and the limit. The hint names the fix. 
 with status 2.
 """
 
+import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import metadata
 
 
 class PeagleError(Exception):
@@ -61,13 +63,34 @@ class EngineDeadError(PeagleError):
 
 
 class MissingExtraError(PeagleError, ImportError):
-    """An optional package is not installed. Names the extra that installs it."""
+    """Optional packages are not installed. Names all that the extra lacks, and the command that installs them."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed",
-            hint=f"pip install 'peagle[{extra}]'",
+        absent = sorted({package, *missing_packages(extra)})
+        what = (
+            f"the package {package!r}, which is" if len(absent) == 1 else f"the packages {', '.join(absent)}, which are"
         )
+        super().__init__(f"{purpose} needs {what} not installed", hint=f"pip install 'peagle[{extra}]'")
+
+
+def missing_packages(extra: str) -> list[str]:
+    """The packages of one of our extras that cannot be imported. Their import names are their own names."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(line) for line in metadata.requires("peagle") or ()]
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return []
+    own = [each for each in required if each.marker is not None and not each.marker.evaluate({"extra": ""})]
+    names = [each.name for each in own if each.marker is not None and each.marker.evaluate({"extra": extra})]
+    return [name for name in names if not _is_importable(name)]
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 class Terminated(KeyboardInterrupt):

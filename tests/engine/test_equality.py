@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness.model_families import FAMILIES, family_target, sequential, trained_drafter
-from peagle.compare.divergence import NEAR_TIE, gap_to_best
+from peagle.compare.divergence import gap_to_best
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -22,6 +22,7 @@ from peagle.engine.outputs import EngineStats, RequestOutput, Update
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
+from peagle.targets.near_tie import NEAR_TIE
 
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
@@ -91,7 +92,8 @@ class Case:
         return self.references[method]
 
     def engine(self, method: str, **settings: Any) -> Engine:
-        config = EngineConfig(tree_nodes=tree_nodes(method), **settings)
+        """Every draft is verified, so that steps are the same on every machine."""
+        config = EngineConfig(tree_nodes=tree_nodes(method), **{"verify_tokens": 0} | settings)
         return Engine(self.served, self.drafter(method), METHODS[method], config)
 
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import peagle
+from harness.model_families import sequential
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
+from peagle.engine.checks import check_drafts
 from peagle.engine.llm import LLM
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import CapacityError, ConfigError, EngineDeadError, RequestError, TargetError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import TREE_DEPTH, TREE_NODES, EngineConfig
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import render_chat
 
@@ -207,6 +210,15 @@ def test_a_target_without_a_shipped_drafter_decodes_plainly(
         assert ids(llm.generate([PROMPTS[0]], PARAMS)[0]) == reference[tuple(PROMPTS[0])]
     with pytest.raises(ConfigError, match="no drafter ships for 'tiny'"):
         LLM(target, num_draft_tokens=3)
+
+
+def test_without_a_number_a_drafter_drafts_trees_if_it_can(target: HFTarget, drafter: Drafter) -> None:
+    depth, config = check_drafts(drafter, None, EngineConfig(max_batch=3))
+    assert depth == min(TREE_DEPTH, drafter.config.num_draft_tokens)
+    assert config == EngineConfig(max_batch=3, tree_nodes=TREE_NODES)
+    usual = drafter.config.usual_num_draft_tokens
+    assert check_drafts(drafter, None, EngineConfig(tree_nodes=5)) == (usual, EngineConfig(tree_nodes=5))
+    assert check_drafts(sequential(drafter, target), None, EngineConfig()) == (usual, EngineConfig())
 
 
 def test_a_target_in_use_is_refused_and_the_engine_that_has_it_goes_on(

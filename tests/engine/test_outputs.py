@@ -39,7 +39,7 @@ def drafter(target: HFTarget) -> Drafter:
 @pytest.fixture
 def small(drafter: Drafter) -> Iterator[Engine]:
     """Two rows, and room for three that wait."""
-    config = EngineConfig(max_batch=2, max_waiting=3, page_size=4, max_length=60)
+    config = EngineConfig(max_batch=2, max_waiting=3, page_size=4, max_length=60, verify_tokens=0)
     engine = Engine(family_target("llama", seed=3), drafter, NUM_DRAFT_TOKENS, config)
     yield engine
     engine.close()
@@ -52,12 +52,13 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, NUM_DRAFT_TOKENS])
+@pytest.mark.parametrize(("num_draft_tokens", "tree_nodes"), [(0, None), (NUM_DRAFT_TOKENS, None), (2, 9)])
 def test_every_token_has_the_kind_that_the_reference_decoder_gives_it(
-    target: HFTarget, drafter: Drafter, num_draft_tokens: int
+    target: HFTarget, drafter: Drafter, num_draft_tokens: int, tree_nodes: int | None
 ) -> None:
     own = drafter if num_draft_tokens else None
-    engine = Engine(family_target("llama", seed=3), own, num_draft_tokens, EngineConfig(page_size=4, max_length=80))
+    config = EngineConfig(page_size=4, max_length=80, verify_tokens=0, tree_nodes=tree_nodes)
+    engine = Engine(family_target("llama", seed=3), own, num_draft_tokens, config)
     heard: dict[int, list[Update]] = {index: [] for index in range(len(PROMPTS))}
     for index, prompt in enumerate(PROMPTS):
         engine.add(prompt, replace(PARAMS, max_tokens=20 + index % 4), on_update=heard[index].append)
@@ -66,7 +67,8 @@ def test_every_token_has_the_kind_that_the_reference_decoder_gives_it(
     found: Counter[str] = Counter()
     for index, prompt in enumerate(PROMPTS):
         params = replace(PARAMS, max_tokens=20 + index % 4)
-        steps = list(decode(target, prompt, params, drafter=own, num_draft_tokens=num_draft_tokens))
+        drafts = {"drafter": own, "num_draft_tokens": num_draft_tokens, "tree_nodes": tree_nodes}
+        steps = list(decode(target, prompt, params, **drafts))
         assert [update.token_ids for update in heard[index]] == [step.token_ids for step in steps]
         assert [update.kinds for update in heard[index]] == [step.kinds for step in steps]
         assert [update.num_drafts for update in heard[index]] == [len(step.draft_token_ids) for step in steps]

@@ -1,6 +1,7 @@
 """What prefill leaves in the memories does not depend on the pieces in which a prompt was run."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch import Tensor
 
 from harness.model_families import sequential
 from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
+from peagle.engine.outputs import Update
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
+from peagle.scheduling.prefill_pace import PrefillPace
 from peagle.targets.hf import HFTarget
 from peagle.worker import runner
 
@@ -58,6 +62,7 @@ def test_products_are_packed_for_the_most_rows_of_a_step(monkeypatch: pytest.Mon
 def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8))
+    monkeypatch.setattr(PrefillPace, "num_tokens", 2 * len(PROMPT))  # both prompts in one pass
     events: list[str] = []
     drafting = engine.runner.prefill.drafting
     assert drafting is not None
@@ -70,3 +75,48 @@ def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.M
         engine.check_integrity()
     engine.close()
     assert events[:3] == ["token", "only token", "drafter"]
+
+
+def test_on_a_cpu_a_long_prompt_does_not_stall_the_streams_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    long = random.Random(2).choices(range(3, 260), k=120)
+    alone = [
+        tuple(token_id for step in decode(target, prompt, params) for token_id in step.token_ids)
+        for prompt in (PROMPT, long)
+    ]
+    engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8))
+    assert engine.pace is not None
+    launch, sizes = engine.runner.launch, []
+    monkeypatch.setattr(engine.runner, "launch", lambda plan: sizes.append(plan.num_prompt_tokens) or launch(plan))
+    monkeypatch.setattr(PrefillPace, "num_tokens", 16)
+
+    def answer(prompts: list[list[int]], on_update: Callable[[Update], None] | None) -> list[tuple[int, ...]]:
+        sizes.clear()
+        engine.reset()  # no pages to reuse
+        outputs, waiting = {}, list(prompts)
+        while waiting or engine.has_work:
+            if waiting:  # one per step, so the second finds the first decoding
+                engine.add(waiting.pop(0), params, request_id=str(len(waiting)), on_update=on_update)
+            outputs |= {output.request_id: output for output in engine.step()}
+        return [outputs[name].outputs[0].token_ids for name in sorted(outputs, reverse=True)]
+
+    assert answer([long], lambda _: None) == alone[1:]
+    assert sizes[0] == 120, "nothing else runs"
+    assert answer([PROMPT, long], lambda _: None) == alone
+    assert sizes[:9] == [40, *[16] * 7, 8]
+    assert answer([PROMPT, long], None) == alone
+    assert sizes[:2] == [40, 120], "nobody follows the answers"
+    engine.close()
+
+
+def test_the_engine_times_its_prefill_passes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8, prefill_tokens=30))
+    observed: list[tuple[int, float]] = []
+    monkeypatch.setattr(PrefillPace, "observe", lambda _, *values: observed.append(values))
+    engine.add(PROMPT, SamplingParams(max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert [num_tokens for num_tokens, _ in observed] == [30, 10] and all(seconds > 0 for _, seconds in observed)

@@ -33,7 +33,9 @@ def drafting(method: str, drafter: Drafter, target: HFTarget) -> tuple[Drafter |
 def start(drafter: Drafter | None, **settings: Any) -> Engine:
     """An engine over its own target. The caller closes it."""
     num_draft_tokens = 0 if drafter is None else NUM_DRAFT_TOKENS
-    return Engine(family_target("llama", seed=SEED), drafter, num_draft_tokens, EngineConfig(**settings))
+    return Engine(
+        family_target("llama", seed=SEED), drafter, num_draft_tokens, EngineConfig(**{"verify_tokens": 0} | settings)
+    )
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:

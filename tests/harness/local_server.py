@@ -84,7 +84,7 @@ def tiny_llm(**settings: Any) -> LLM:
     settings = {"max_batch": 8, "max_length": 256, "page_size": 16} | settings
     if not with_drafter:
         return LLM(target, None, **settings)
-    return LLM(target, tiny_drafter(target), 4, **settings)
+    return LLM(target, tiny_drafter(target), 4, **{"verify_tokens": 0} | settings)
 
 
 @contextlib.contextmanager

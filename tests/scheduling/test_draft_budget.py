@@ -13,14 +13,14 @@ DEAR = {1: 1.0, 2: 1.3, 3: 2.0, 4: 3.0, 5: 4.0}
 
 
 def observed(seconds: dict[int, float], curve: DraftCurve, num_times: int = WARM_UP) -> DraftBudget:
-    budget = DraftBudget({min(seconds): seconds})
+    budget = DraftBudget({min(seconds): seconds}.__getitem__)
     for _ in range(num_times):
         budget.observe(curve, num_requests=1)
     return budget
 
 
 def test_without_any_observation_all_drafts_are_verified() -> None:
-    assert DraftBudget({1: DEAR}).choose(1, 1, 1).num_tokens == 5
+    assert DraftBudget({1: DEAR}.__getitem__).choose(1, 1, 1).num_tokens == 5
 
 
 def test_likely_and_cheap_drafts_are_all_verified_and_dear_ones_in_part() -> None:
@@ -65,3 +65,17 @@ def test_more_drafts_never_bring_less(probabilities: list[float], num_drafts: in
     curve = DraftCurve(range(1, len(falling) + 1), sums)
     assert curve.expected(num_drafts) == pytest.approx(sum(falling[:num_drafts]))
     assert curve.expected(num_drafts) <= curve.expected(num_drafts + 0.5) <= curve.expected(num_drafts + 1)
+
+
+def test_known_drafts_get_more_of_a_pass_where_they_are_likely_and_less_where_they_are_not() -> None:
+    """On average 2.2 tokens in 2 s with one draft; a further token must then cost less than 0.9 s."""
+    budget = observed({1: 1.5, 2: 2.0, 4: 3.0}, DraftCurve((1, 3), (0.7, 0.8)))
+    known = [DraftCurve((1, 3), sums) for sums in ((0.95, 2.6), (0.5, 0.6))]
+    assert [budget.choose(1, 1, 1, drafts).num_tokens for drafts in known] == [4, 2]
+    assert budget.choose(1, 1, 1, known[0]).num_expected == pytest.approx(2.6)
+    assert budget.choose(1, 1, 1).num_tokens == 2
+
+
+def test_before_any_observation_known_drafts_decide() -> None:
+    budget = DraftBudget({1: {1: 1.0, 2: 1.1, 4: 9.0}}.__getitem__)
+    assert budget.choose(1, 1, 1, DraftCurve((1, 3), (0.9, 2.0))).num_tokens == 2

@@ -112,6 +112,18 @@ def test_a_short_prompt_gets_through_behind_long_ones_and_what_it_leaves_goes_to
     assert names(plan.decodes) == ["short"]
 
 
+def test_a_lower_limit_on_prompt_tokens_holds_while_another_request_runs_or_waits() -> None:
+    scheduler = make(prefill_tokens=32)
+    add(scheduler, "alone", 80)
+    assert spans(scheduler.plan(shared_tokens=10)) == [("alone", 0, 32)], "nobody waits for it"
+    stream = add(scheduler, "stream", 5)
+    assert spans(scheduler.plan(shared_tokens=10)) == [("alone", 32, 37), ("stream", 0, 5)]
+    assert spans(scheduler.plan(shared_tokens=10)) == [("alone", 37, 47)]
+    assert spans(scheduler.plan(shared_tokens=100)) == [("alone", 47, 79)], "prefill_tokens stays the limit"
+    scheduler.finish(stream)
+    assert spans(scheduler.plan(shared_tokens=10)) == [("alone", 79, 80)]
+
+
 def test_a_plan_has_at_most_max_chunks_chunks() -> None:
     scheduler = make(max_chunks=2)
     for name in "abc":

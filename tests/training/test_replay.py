@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from harness.model_families import trained_drafter
+from harness.pair_heads import random_head
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
@@ -82,14 +83,15 @@ def slow_walk(target, drafter, conversations, num_draft_tokens):
     return Acceptance(num_drafts, tuple(accepted_per_position))
 
 
-def decoded(target, drafter, conversations, num_draft_tokens):
+def decoded(target, drafter, conversations, num_draft_tokens, tree_nodes=None):
     """Counts of really decoding each answer of each conversation."""
     accepted = []
     for row in conversations:
         token_ids = row.token_ids.tolist()
         for start, stop in answers(row):
             params = SamplingParams(max_tokens=stop - start, temperature=0.0, ignore_eos=True)
-            steps = list(decode(target, token_ids[:start], params, drafter=drafter, num_draft_tokens=num_draft_tokens))
+            drafts = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "tree_nodes": tree_nodes}
+            steps = list(decode(target, token_ids[:start], params, **drafts))
             assert [token for step in steps for token in step.token_ids] == token_ids[start:stop]
             accepted += [step.num_accepted_emitted for step in steps[1:]]
     return Acceptance.of(accepted, num_draft_tokens)
@@ -145,6 +147,21 @@ def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, monkeypa
     assert replay(target, drafter, rows, num_draft_tokens, tokens_at_once=60) == expected
     monkeypatch.setattr("peagle.training.replay.ANCHORS_AT_ONCE", 7)
     assert replay(target, drafter, rows[::-1], num_draft_tokens, tokens_at_once=1000) == expected
+
+
+@pytest.mark.parametrize("has_pair_head", [False, True], ids=["marginals", "pair head"])
+@pytest.mark.parametrize("tree_nodes", [2, 31])
+def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head):
+    target = tiny_target(num_layers=4, initializer_range=0.05)
+    rows = [conversation(target, (3, 5), (4, 1), (5, 9), seed=2), conversation(target, (7, 24), seed=1)]
+    drafter = trained_drafter(target, [row.token_ids.tolist() for row in rows], num_draft_tokens=5)
+    if has_pair_head:
+        drafter.pair_head = random_head(drafter)
+    expected = decoded(target, drafter, rows, 5, tree_nodes)
+    assert expected.accepted_per_position[1] > 0, "paths of one token would prove little"
+    assert replay(target, drafter, rows, 5, tree_nodes=tree_nodes) == expected
+    if tree_nodes == 31 and has_pair_head:  # a wrong head misleads the chain
+        assert replay(target, drafter, rows, 5).acceptance_length < expected.acceptance_length
 
 
 def test_drafts_from_every_anchor_are_the_served_ones(target, drafter):

@@ -168,8 +168,10 @@ def test_a_run_stopped_after_its_last_step_is_only_finished(target, data, finish
 
 def test_a_run_without_held_out_conversations_has_the_baseline_alone(target, data, tmp_path):
     train_drafter(target, settings(data, tmp_path, held_out=None, num_steps=1), ignore)
-    (entry,) = read_card(tmp_path).acceptance.values()
-    assert entry["kind"] == "decoded" and entry["num_draft_tokens"] == len(entry["per_position"])
+    entries = read_card(tmp_path).acceptance
+    assert {name: entry["temperature"] for name, entry in entries.items()} == {"baseline": 0, "baseline_sampled": 1}
+    for entry in entries.values():
+        assert entry["kind"] == "decoded" and entry["num_draft_tokens"] == len(entry["per_position"])
     assert [list(line)[:2] for line in metrics_of(tmp_path)] == [["step", "loss"]]
 
 

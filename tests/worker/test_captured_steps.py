@@ -233,7 +233,7 @@ def serve(engine: Engine, indices: range) -> list[RequestOutput]:
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
 def test_drafts_that_do_not_pay_are_paused(engine: Engine, target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_budget, "WARM_UP", 1)
-    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0))
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0).__getitem__)
     for _ in range(2):
         before = engine.stats().num_drafts
         outputs = serve(engine, range(4))
@@ -245,7 +245,7 @@ def test_drafts_that_do_not_pay_are_paused(engine: Engine, target: HFTarget, mon
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
 def test_drafts_that_cost_nothing_are_all_verified(engine: Engine) -> None:
-    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0))
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0).__getitem__)
     serve(engine, range(4))
     stats = engine.stats()
     assert stats.num_draft_tokens == NUM_DRAFT_TOKENS * stats.num_drafts > 0

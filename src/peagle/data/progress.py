@@ -11,6 +11,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def drops(dropped: Mapping[str, int]) -> str:
+    """How many were dropped, and the most frequent reason.
+
+    >>> drops({"answer: cut": 1200, "question: repeated": 3})
+    '1,203 dropped (1,200 answer: cut)'
+    """
+    reason = max(dropped, key=lambda each: dropped[each], default="")
+    why = f" ({dropped[reason]:,} {reason})" if reason and dropped[reason] else ""
+    return f"{sum(dropped.values()):,} dropped{why}"
+
+
 class RunProgress:
     """Follows a run: tokens per second, and a log line every 30 seconds. The CLI shows a bar instead."""
 
@@ -37,7 +48,7 @@ class RunProgress:
         self._shown = now
         stats = engine.stats()
         line = (
-            f"{counts['num_rows']:,} answers, {sum(counts['dropped'].values()):,} dropped, "
+            f"{counts['num_rows']:,} answers, {drops(counts['dropped'])}, "
             f"{stats.num_running + stats.num_waiting:,} running, {stats.num_output_tokens / self.seconds:,.0f} tokens/s"
         )
         self.show(line, done, total)

@@ -8,8 +8,20 @@ The formulas are vLLM's. For the draft in which an answer ends, peagle counts th
 accepted tokens after the end, so its acceptance length is slightly higher.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+
+def per_position(num_drafts_by_accepted: Sequence[int]) -> list[int]:
+    """The drafts whose token at each position was accepted, from the drafts by their number of accepted tokens.
+
+    Two drafts without an accepted token, three with one, four with two:
+
+    >>> per_position([2, 3, 4])
+    [7, 4]
+    """
+    return list(accumulate(reversed(num_drafts_by_accepted)))[-2::-1]
 
 
 @dataclass(frozen=True)
@@ -22,12 +34,10 @@ class Acceptance:
     @classmethod
     def of(cls, accepted_by_draft: Iterable[int], num_draft_tokens: int) -> "Acceptance":
         """Count drafts by their numbers of accepted tokens."""
-        counts, num_drafts = [0] * num_draft_tokens, 0
+        counts = [0] * (num_draft_tokens + 1)
         for accepted in accepted_by_draft:
-            num_drafts += 1
-            for position in range(accepted):
-                counts[position] += 1
-        return cls(num_drafts, tuple(counts))
+            counts[accepted] += 1
+        return cls(sum(counts), tuple(per_position(counts)))
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)

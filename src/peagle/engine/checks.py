@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, RequestError
 from peagle.kernels.candidate_tree import MAX_NODES
 from peagle.sampling_params import SamplingParams
-from peagle.scheduling.config import CPU_MAX_LENGTH, GPU_MAX_LENGTH, EngineConfig
+from peagle.scheduling.config import CPU_MAX_LENGTH, GPU_MAX_LENGTH, TREE_DEPTH, TREE_NODES, EngineConfig
 from peagle.targets.hf import HFTarget
 
 
@@ -33,22 +34,25 @@ def check_types(params: SamplingParams) -> None:
         raise RequestError(f"stop must be a list of strings, got {params.stop!r}")
 
 
-def check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: HFTarget) -> int | None:
-    if num_draft_tokens is None:
-        if drafter is None:
-            return 0
-        if target.device.type != "cpu":
-            raise ConfigError("num_draft_tokens=None is measured on a CPU only", hint="pass a number")
-        return None
-    if num_draft_tokens < 0:
-        raise ConfigError(f"num_draft_tokens must be at least 0, got {num_draft_tokens}")
+def check_drafts(
+    drafter: Drafter | None, num_draft_tokens: int | None, config: EngineConfig
+) -> tuple[int, EngineConfig]:
+    """Draft tokens per step, and the settings. If no number is given: a tree, for drafters that can draft one."""
     if drafter is None:
         if num_draft_tokens:
             raise ConfigError(
                 f"num_draft_tokens={num_draft_tokens} needs a drafter",
                 hint="pass a drafter, or omit num_draft_tokens",
             )
-        return 0
+        return 0, config
+    if num_draft_tokens is None:
+        num_draft_tokens = drafter.config.usual_num_draft_tokens
+        if drafter.config.parallel and config.tree_nodes is None:
+            num_draft_tokens = min(TREE_DEPTH, drafter.config.num_draft_tokens or num_draft_tokens)
+            config = replace(config, tree_nodes=TREE_NODES)
+        return num_draft_tokens, config
+    if num_draft_tokens < 0:
+        raise ConfigError(f"num_draft_tokens must be at least 0, got {num_draft_tokens}")
     if num_draft_tokens == 0:
         raise ConfigError(
             "num_draft_tokens=0 contradicts the given drafter", hint="omit the drafter, or use at least 1"
@@ -56,7 +60,7 @@ def check_drafts(drafter: Drafter | None, num_draft_tokens: int | None, target: 
     if num_draft_tokens > MAX_NODES:
         raise ConfigError(f"num_draft_tokens={num_draft_tokens} exceeds the limit of {MAX_NODES}")
     drafter.check_num_draft_tokens(num_draft_tokens)
-    return num_draft_tokens
+    return num_draft_tokens, config
 
 
 def check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> int:

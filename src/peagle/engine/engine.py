@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, per_position
 from peagle.decoding.adjusting import check_token_ids
 from peagle.decoding.draft_tree import check_tree
 from peagle.decoding.grammar import make_guide
@@ -25,6 +25,7 @@ from peagle.errors import CapacityError, EngineDeadError, QueueFullError, Reques
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import CPU_MAX_BATCH, GPU_MAX_BATCH, GPU_MAX_DELAY, MAX_CHUNKS, EngineConfig
 from peagle.scheduling.pages import PagePool
+from peagle.scheduling.prefill_pace import PrefillPace
 from peagle.scheduling.request import Request
 from peagle.scheduling.scheduler import Plan, Scheduler, SchedulerConfig
 from peagle.targets.hf import HFTarget
@@ -48,9 +49,8 @@ class Engine:
         config: EngineConfig | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """Start an engine. With `num_draft_tokens` None, a CPU engine measures which number is the fastest."""
-        config = config or EngineConfig()
-        num_draft_tokens = check_drafts(drafter, num_draft_tokens, target)
+        """Start an engine. With `num_draft_tokens` None, a drafter that can draft trees drafts trees."""
+        num_draft_tokens, config = check_drafts(drafter, num_draft_tokens, config or EngineConfig())
         check_tree(drafter, config.tree_nodes)
         self.target = target
         target.check_not_lent()
@@ -60,7 +60,7 @@ class Engine:
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         self.max_length = check_max_length(config, target, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, max_batch, self.max_length, progress)
-        self.drafter, self.num_draft_tokens = self.runner.drafter, self.runner.num_draft_tokens
+        self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
         limits = SchedulerConfig(
             max_batch,
@@ -71,6 +71,7 @@ class Engine:
             has_drafter=self.drafter is not None,
         )
         self.scheduler = Scheduler(limits, pages)
+        self.pace = None if is_gpu else PrefillPace()
         self._pending: dict[str, PendingRequest] = {}
         self._completions: dict[Request, PendingCompletion] = {}
         self._guided: set[Request] = set()
@@ -78,7 +79,8 @@ class Engine:
         self._launches: deque[Launch] = deque()
         self._numbers = itertools.count()
         self._is_closed = False
-        self._stats = EngineStats(accepted_per_position=[0] * self.num_draft_tokens)
+        self._stats = EngineStats()
+        self._num_drafts_by_accepted = [0] * (self.num_draft_tokens + 1)
         self._finished: list[RequestOutput] = []
 
     def close(self) -> None:
@@ -122,7 +124,6 @@ class Engine:
             raise RequestError(f"request {request_id!r} is already being served", hint="use a unique request id")
         self._check_queue(params.n)
         num_draft_tokens, stop_ids = self._drafts_for(params), self._stop_ids(params)
-        tree_nodes = self.runner.config.tree_nodes or 0
         if params.adjusts_logits or params.tolerance < 1:
             check_token_ids(params, self.target.vocab_size)
             check_edits(params, stop_ids)
@@ -135,7 +136,9 @@ class Engine:
             own = replace(params, n=1, seed=seed, top_k=top_k, prompt_logprobs=prompt_logprobs)
             name = request_id if params.n == 1 else f"{request_id}/{index}"
             guide = None if own.grammar is None else make_guide(self.target, own.grammar)
-            request = Request(name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, tree_nodes, guide)
+            request = Request(
+                name, prompt_ids, own, num_draft_tokens, self.max_length, stop_ids, self.tree_nodes, guide
+            )
             stop_check = self._stop_check(own, request, on_update)
             pending.completions.append(PendingCompletion(pending, index, request, stop_check))
         for index, completion in enumerate(pending.completions):
@@ -239,16 +242,22 @@ class Engine:
         """Launch the next step, process the results of the previous one, and return the requests that finished."""
         if any(request.is_running for request in self._guided):
             self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._shared_tokens())
         if plan.is_empty:
             self._collect(depth=0)
         else:
             self._stats.num_steps += 1
-            self._stats.num_prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
+            self._stats.num_prefill_tokens += plan.num_prompt_tokens
             self._stats.num_preemptions += len(plan.preempted)
             self._launch(plan)
         finished, self._finished = self._finished, []
         return finished
+
+    def _shared_tokens(self) -> int | None:
+        """On a CPU, with callers that follow their answers: prompt tokens per step that do not stall the others."""
+        if self.pace is None or not any(each.on_update for each in self._pending.values()):
+            return None
+        return self.pace.num_tokens
 
     def _launch(self, plan: Plan) -> None:
         """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts."""
@@ -257,6 +266,8 @@ class Engine:
         self._collect(depth=1)
         self._process_first(launch)
         launch.finish()
+        if self.pace is not None and plan.chunks:
+            self.pace.observe(plan.num_prompt_tokens, launch.prefill_seconds)
         self._collect(depth=1 if self.runner.is_asynchronous else 0)
 
     def _process_first(self, launch: Launch) -> None:
@@ -296,15 +307,16 @@ class Engine:
         else:
             num_kept, finish_reason, texts = find_end_in_text(tokens, completion.stop_check)
         kept = tokens if num_kept == len(tokens) else tokens[:num_kept]
+        num_accepted = min(len(tokens) - 1, num_kept)
         if emission.num_drafts:
-            self._count_draft(completion, min(len(tokens) - 1, num_kept), emission.num_drafts)
-            num_tolerated = (emission.tolerated & (1 << num_kept) - 1).bit_count()
+            self._count_draft(completion, num_accepted, emission.num_drafts)
+        if num_tolerated := (emission.marks & (1 << num_accepted) - 1).bit_count():
             completion.num_tolerated_tokens += num_tolerated
             self._stats.num_tolerated_tokens += num_tolerated
-        if completion.parent.first_token_at is None:
+        if emission.is_prefill and completion.parent.first_token_at is None:
             completion.parent.first_token_at = time.perf_counter()
         self._stats.num_output_tokens += num_kept
-        if request.params.logprobs is not None and emission.logprobs is not None:
+        if emission.logprobs is not None:
             completion.logprobs += emission.logprobs[:num_kept]
         self.scheduler.commit(request, kept)
         if request.guide is not None and emission.draft_ids is not None:
@@ -320,8 +332,7 @@ class Engine:
         completion.num_draft_tokens += num_draft_tokens
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += num_draft_tokens
-        for position in range(num_accepted):
-            self._stats.accepted_per_position[position] += 1
+        self._num_drafts_by_accepted[num_accepted] += 1
 
     def _notify(
         self,
@@ -345,7 +356,7 @@ class Engine:
             emission.is_prefill,
             None if output is None else output.metrics,
             completion.parent.prompt_logprobs if not completion.has_update and completion.index == 0 else None,
-            emission.tolerated,
+            emission.marks,
         )
         completion.has_update = True
         assert completion.parent.on_update is not None, "checked by the caller"
@@ -406,7 +417,7 @@ class Engine:
         pages = self.scheduler.pages
         return replace(
             self._stats,
-            accepted_per_position=list(self._stats.accepted_per_position),
+            accepted_per_position=per_position(self._num_drafts_by_accepted),
             num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
             num_pages=pages.capacity,

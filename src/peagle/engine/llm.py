@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.checkpoint.native import load_drafter
+from peagle.checkpoint.pairing import target_of
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import RequestOutput
@@ -45,10 +46,11 @@ class LLM:
     ) -> None:
         """Load the models, unless they are loaded already, and start the engine.
 
+        target: None takes the target on the drafter's card, or the embedded default without a drafter.
         drafter: "auto" takes the drafter that ships with the target, or the catalog's for the target and `max_length`,
         if there is one. None: plain decoding.
-        num_draft_tokens: default on a GPU: the drafter's usual number. On a CPU a few steps are timed, and the fastest
-        number is taken, which may be 0; see `engine.num_draft_tokens`.
+        num_draft_tokens: the most draft tokens per step, as a chain. Default: a tree of 31 candidates, up to 8 deep, or
+        the drafter's usual chain if it cannot draft trees. Each step verifies those that pay.
         settings: fields of `EngineConfig`.
         """
         known = EngineConfig.__dataclass_fields__
@@ -56,6 +58,8 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, known))
         config = EngineConfig(**settings)
+        if target is None and isinstance(drafter, str | os.PathLike) and drafter != "auto" and num_draft_tokens != 0:
+            target = target_of(os.fspath(drafter))
         if not isinstance(target, HFTarget):
             target = load_target(target, dtype=dtype, device=device)
         if num_draft_tokens == 0:
@@ -69,8 +73,6 @@ class LLM:
         if drafter is not None and not isinstance(drafter, Drafter):
             drafter = load_drafter(os.fspath(drafter), target, allow_mismatch=allow_mismatch)
         self.target, self.drafter = target, drafter
-        if drafter is not None and num_draft_tokens is None and target.device.type != "cpu":
-            num_draft_tokens = drafter.config.usual_num_draft_tokens
         self.engine = Engine(target, drafter, num_draft_tokens, config, progress)
 
     @property

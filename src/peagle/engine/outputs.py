@@ -94,8 +94,8 @@ class Update:
     """set in the last update of the request"""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """set in the first update of the first completion; as in `RequestOutput`"""
-    tolerated: int = 0
-    """bit i is set if token i is a tolerated draft"""
+    marks: int = 0
+    """bit i is set if token i is a tolerated draft, or the bonus token behind the end of a branch"""
 
     @property
     def text(self) -> str:
@@ -107,13 +107,15 @@ class Update:
 
         >>> Update("r", 0, (5, 6, 7), ("a", "b", "c"), num_accepted=2, num_drafts=4).kinds
         ('accepted', 'accepted', 'recovered')
+        >>> Update("r", 0, (5, 6, 7), ("a", "b", "c"), num_accepted=2, num_drafts=4, marks=0b100).kinds
+        ('accepted', 'accepted', 'bonus')
         """
         accepted: list[TokenKind] = [
-            "tolerated" if self.tolerated >> index & 1 else "accepted" for index in range(self.num_accepted)
+            "tolerated" if self.marks >> index & 1 else "accepted" for index in range(self.num_accepted)
         ]
         last: TokenKind = "prefill" if self.is_prefill else "plain"
         if self.num_drafts:
-            last = "bonus" if self.num_accepted == self.num_drafts else "recovered"
+            last = "bonus" if self.marks >> self.num_accepted & 1 else "recovered"
         return (*accepted, last)[: len(self.token_ids)]
 
 

@@ -63,6 +63,8 @@ class PendingRequest:
 def find_end(tokens: list[int], request: Request) -> tuple[int, FinishReason | None]:
     """How many of the new tokens belong to the output, and the finish reason if it ends with them."""
     room = request.max_length - len(request.token_ids)
+    if len(tokens) < room and request.end_ids.isdisjoint(tokens):
+        return len(tokens), None
     for index, token in enumerate(tokens[:room]):
         if token in request.end_ids:
             return index + 1, "stop"

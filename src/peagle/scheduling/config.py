@@ -10,6 +10,8 @@ GPU_MAX_DELAY = 8
 """Steps that a new request waits, at most, to share its prefill pass with others."""
 VERIFY_SIZES = (64, 128, 192, 256, 320, 448, 640)
 """Tokens of the verification passes that the engine chooses from."""
+TREE_NODES, TREE_DEPTH = 31, 8
+"""The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
 """Chunks of the smallest and the largest prefill pass. The last chunk holds the padding."""
 
@@ -27,7 +29,8 @@ class EngineOptions:
     memory_share: float = 0.9
     """share of the free GPU memory for the KV cache; on a CPU the share of a quarter of all memory"""
     prefill_tokens: int = 2048
-    """maximum prompt tokens per step: raise it for throughput, lower it for steady streams"""
+    """maximum prompt tokens per step: raise it for throughput, lower it for steady streams; a server on a CPU prefills
+    for about 0.4 s per step while other requests run"""
     reuse_prefixes: bool = True
     """prefix caching: keep the KV cache of finished requests and reuse it for prompts with the same prefix"""
     eager: bool = False
@@ -54,11 +57,11 @@ class EngineConfig(EngineOptions):
     num_pages: int | None = None
     """pages of the KV cache; default: as many as `memory_share` allows and requests can use"""
     tree_nodes: int | None = None
-    """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens"""
+    """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens, or,
+    if that is not given either, a tree of 31"""
     verify_tokens: int | None = None
     """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
-    each request, then the drafts most likely to be accepted. 0: verify all. Default: on a GPU those that pay
-    (`draft_budget`), on a CPU all"""
+    each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
     """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
 

@@ -5,15 +5,24 @@ accepted if the likeliest ones are verified: the sum of their probabilities, cor
 lately. Measured step times say what a pass of that size costs. The best size has the most tokens per second; without
 drafts the drafter does not run at all.
 
+On a GPU the host chooses before it has seen the drafts, so it takes their average. On a CPU it knows them. Then a pass
+verifies more drafts in steps where the drafter is sure, and fewer where it is not: a further draft must bring tokens
+faster than an average step does.
+
 Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain decoding, 16 tokens take 50% longer. If
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:
 
->>> budget = DraftBudget({4: {4: 1.0, 8: 1.1, 16: 1.5}})
+>>> budget = DraftBudget({4: {4: 1.0, 8: 1.1, 16: 1.5}}.__getitem__)
 >>> for _ in range(64):
 ...     budget.observe(DraftCurve((4, 12), (0.6 * 4, 0.6 * 4 + 0.05 * 8)), num_requests=4)
 >>> choice = budget.choose(batch=4, num_requests=4, num_drafting=4)
 >>> choice.num_tokens, round(choice.num_expected, 2)
 (8, 2.4)
+
+In this step the drafter is sure of all of them:
+
+>>> budget.choose(batch=4, num_requests=4, num_drafting=4, drafts=DraftCurve((4, 12), (4 * 0.9, 12 * 0.9))).num_tokens
+16
 
 They are accepted far less often than the drafter says, so plain decoding is best:
 
@@ -23,9 +32,12 @@ They are accepted far less often than the drafter says, so plain decoding is bes
 4
 """
 
+import logging
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+log = logging.getLogger(__name__)
 
 MEMORY = 0.998
 """weight of the past per request and step, in the averages of probabilities and of accepted drafts"""
@@ -75,11 +87,11 @@ class Choice(NamedTuple):
 class DraftBudget:
     """Chooses the tokens of each verification pass.
 
-    `seconds` has the time per step by batch size and tokens of the verification pass. As many tokens as requests mean
-    plain decoding, without the drafter.
+    `seconds` gives the time per step of a batch size by tokens of the verification pass. As many tokens as requests
+    mean plain decoding, without the drafter.
     """
 
-    def __init__(self, seconds: Mapping[int, Mapping[int, float]]) -> None:
+    def __init__(self, seconds: Callable[[int], Mapping[int, float]]) -> None:
         self._seconds = seconds
         self._average: DraftCurve | None = None
         """of one request's drafts"""
@@ -104,20 +116,32 @@ class DraftBudget:
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
-    def choose(self, batch: int, num_requests: int, num_drafting: int) -> Choice:
+    def choose(self, batch: int, num_requests: int, num_drafting: int, drafts: DraftCurve | None = None) -> Choice:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
 
-        `batch` is the captured batch size that they run in.
+        `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known.
         """
-        seconds = self._seconds[batch]
-        if self._average is None:
+        seconds = self._seconds(batch)
+        average = drafts if self._average is None else self._average.scaled(num_drafting)
+        if average is None:
             return Choice(max(seconds), num_drafting)
-        drafts = self._average.scaled(num_drafting)
-        expected = {size: drafts.expected(size - batch) for size in seconds if size > batch}
-        rates = {size: (num_requests + self.honesty * expected[size]) / seconds[size] for size in expected}
+        sizes = [size for size in seconds if size > batch]
+        rates = {size: (num_requests + self.honesty * average.expected(size - batch)) / seconds[size] for size in sizes}
         size = max(rates, key=lambda size: rates[size])
-        best = Choice(size, num_drafting, expected[size])
-        if self._num_observed < WARM_UP or rates[size] > num_requests / seconds[batch]:
+        rate = rates[size]
+        if drafts is not None:
+            own = drafts
+            size = max(sizes, key=lambda size: self.honesty * own.expected(size - batch) - rate * seconds[size])
+        best = Choice(size, num_drafting, (drafts or average).expected(size - batch))
+        if self._num_observed < WARM_UP or rate > num_requests / seconds[batch]:
             return best
         self._num_plain += 1
+        if self._num_plain == 1:
+            log.info(
+                "drafting does not pay at batch size %d (%.1f tokens/s expected, %.1f without drafts); "
+                "it is tried again from time to time",
+                num_requests,
+                rate,
+                num_requests / seconds[batch],
+            )
         return best if self._num_plain % PROBE_EVERY == 0 else Choice(batch)

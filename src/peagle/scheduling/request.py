@@ -68,6 +68,8 @@ class Request:
     token_ids: list[int] = field(init=False)
     """prompt and committed output"""
     prompt_length: int = field(init=False)
+    step_room: int = field(init=False)
+    """positions behind the newest token that a decode step may touch"""
     started_at: float | None = field(init=False, default=None)
     """`time.perf_counter` when it first got a row"""
     arrival: int = field(init=False, default=-1)
@@ -104,6 +106,7 @@ class Request:
         self.token_ids = list(prompt_ids)
         self.prompt_length = len(self.token_ids)
         self.max_length = min(self.max_length, self.prompt_length + self.params.max_tokens)
+        self.step_room = step_room(self.num_draft_tokens, self.tree_nodes)
 
     @property
     def output_ids(self) -> list[int]:
@@ -136,7 +139,7 @@ class Request:
         With K draft tokens, each unseen pass may have added K + 1 tokens.
         """
         length = len(self.token_ids) + num_in_flight * (self.num_draft_tokens + 1)
-        return min(length, self.max_length) + step_room(self.num_draft_tokens, self.tree_nodes)
+        return min(length, self.max_length) + self.step_room
 
     def drop_device_state(self) -> None:
         """Keep only the tokens. The caller has freed row and pages; results in flight become void."""

@@ -20,7 +20,8 @@ The rules:
 - A waiting request is admitted when there is a free row, and pages for its prompt and its first decode step. It never
   overtakes an older one.
 - Prefill takes at most `prefill_tokens` per plan, the oldest first. Each request leaves half of the rest to younger
-  ones, so that a short prompt gets through behind long ones.
+  ones, so that a short prompt gets through behind long ones. `plan` takes a lower limit for plans that several requests
+  share: on a CPU a long prompt would stall the others (`prefill_pace`).
 - A prefill pass costs about as much as a decode step, however few tokens it has. So while many requests decode, a new
   one may wait a few plans (`max_delay`) until others can share its pass.
 - Nothing is computed twice at the same time: if an older request is prefilling the page that a request needs next, the
@@ -53,7 +54,7 @@ from dataclasses import dataclass
 
 from peagle.errors import CapacityError, ConfigError, RequestError
 from peagle.scheduling.pages import IntegrityError, PagePool
-from peagle.scheduling.request import Request, step_room
+from peagle.scheduling.request import Request
 
 DECODES_PER_ADMISSION = 8
 """A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
@@ -116,6 +117,10 @@ class Plan:
         """Nothing to launch. If requests are left, collect the results in flight before the next plan."""
         return not (self.chunks or self.decodes)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
 
 class Scheduler:
     """Owns the rows, the waiting and the running requests, and the pages they hold."""
@@ -161,7 +166,7 @@ class Scheduler:
                 hint="shorten the prompt, or raise --max-length",
             )
         request.max_length = min(request.max_length, self.config.max_length)
-        num_needed = self.pages.pages_for(request.max_length + step_room(request.num_draft_tokens, request.tree_nodes))
+        num_needed = self.pages.pages_for(request.max_length + request.step_room)
         if num_needed > self.pages.capacity:
             raise CapacityError(
                 f"{name}: {request.prompt_length} prompt and up to {request.max_length - request.prompt_length} "
@@ -203,8 +208,14 @@ class Scheduler:
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        """Plan the next engine step, and count it as launched."""
+    def plan(self, shared_tokens: int | None = None) -> Plan:
+        """Plan the next engine step, and count it as launched.
+
+        shared_tokens: maximum prompt tokens if several requests run or wait; default: `prefill_tokens`.
+        """
+        num_tokens = self.config.prefill_tokens
+        if shared_tokens is not None and len(self._running) + len(self._waiting) > 1:
+            num_tokens = min(num_tokens, shared_tokens)
         for chunk in self._last_chunks:
             if chunk.request.is_running:
                 self._register(chunk.request, chunk.end)
@@ -212,7 +223,8 @@ class Scheduler:
         preempted: list[Request] = []
         decodes = self._plan_decodes(grown, preempted)
         # Pages just taken from the youngest request must not go to a younger one, or back to itself.
-        self._last_chunks = chunks = self._plan_chunks(may_admit=not preempted and not self._delays_admission(decodes))
+        may_admit = not preempted and not self._delays_admission(decodes)
+        self._last_chunks = chunks = self._plan_chunks(num_tokens, may_admit)
         for chunk in chunks:
             if chunk.is_last and chunk.request.wants_decode:
                 chunk.request.num_in_flight += 1
@@ -254,9 +266,9 @@ class Scheduler:
         self._num_delayed = self._num_delayed + 1 if is_few and self._num_delayed < self.config.max_delay else 0
         return self._num_delayed > 0
 
-    def _plan_chunks(self, may_admit: bool) -> list[Chunk]:
-        """Split the prefill budget: each request gets up to half of the rest; what remains goes to the youngest."""
-        num_left, num_scored = self.config.prefill_tokens, SCORED_TOKENS
+    def _plan_chunks(self, num_left: int, may_admit: bool) -> list[Chunk]:
+        """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest."""
+        num_scored = SCORED_TOKENS
         shares: dict[Request, int] = {}
         keys_in_work: set[bytes] = set()
         for request in self._prefilling(may_admit):

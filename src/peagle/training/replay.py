@@ -7,21 +7,28 @@ serving would measure.
 EAGLE-3 reads back its own drafts. Up to the first wrong draft they equal the answer's tokens, and later ones do not
 count, so feeding it the answer's tokens gives the same result.
 
-With a pair head, drafts are the chain that it chooses from the likeliest tokens of each depth.
+With a pair head, drafts are the chain that it chooses from the likeliest tokens of each depth. A tree of them accepts
+the longest path that the answer takes.
 
-Shapes: B rows, T tokens, K draft tokens, W likeliest tokens (one without a pair head), A anchors, U draft vocabulary.
+Shapes: B rows, T tokens, K draft tokens, W likeliest tokens (one for a chain without a pair head), A anchors, U draft
+vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from peagle.data.conversations import Conversation
 from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.draft_tree import check_tree
 from peagle.drafter.model import Drafter, DrafterOutput
 from peagle.drafter.slots import PADDING, Slots, training_slots, visible
+from peagle.kernels.candidate_tree import grow_tree
 from peagle.objective.batches import pack_sequences
 from peagle.objective.cod import max_depths
 from peagle.objective.labels import LABEL_CHUNK
@@ -37,9 +44,11 @@ def replay(
     conversations: Sequence[Conversation],
     num_draft_tokens: int,
     tokens_at_once: int = 16384,
+    tree_nodes: int | None = None,
 ) -> Acceptance:
-    """Acceptance on `conversations`, whose answers must be the target's greedy ones."""
+    """Acceptance on `conversations`, whose answers must be the target's greedy ones. Drafts are chains, or trees."""
     drafter.config.check_num_draft_tokens(num_draft_tokens)
+    check_tree(drafter, tree_nodes)
     accepted_by_step: list[int] = []
     was_training = drafter.training
     drafter.eval()
@@ -49,9 +58,16 @@ def replay(
         for rows in _batched(order, tokens_at_once):
             token_ids_BT, loss_mask_BT, *_ = pack_sequences([[row] for row in rows], len(rows[-1]))
             depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
-            drafts_BTK = draft_everywhere(target, drafter, token_ids_BT.to(target.device), depths_BT).tolist()
-            for row, conversation in enumerate(rows):
-                accepted_by_step += _walk(drafts_BTK[row], conversation, num_draft_tokens)
+            arguments = target, drafter, token_ids_BT.to(target.device)
+            if tree_nodes is None:
+                drafts_BTK = draft_everywhere(*arguments, depths_BT).tolist()
+                counts = [partial(_count_chain, drafts_TK) for drafts_TK in drafts_BTK]
+            else:
+                # Drafts beyond the answer's end compete for the nodes, too.
+                found = likeliest_everywhere(*arguments, depths_BT.sign() * num_draft_tokens, drafter.num_candidates)
+                counts = [partial(_count_tree, drafter, *tables, tree_nodes) for tables in zip(*found, strict=True)]
+            for conversation, count in zip(rows, counts, strict=True):
+                accepted_by_step += _walk(count, conversation, num_draft_tokens)
     finally:
         drafter.train(was_training)
     return Acceptance.of(accepted_by_step, num_draft_tokens)
@@ -59,14 +75,23 @@ def replay(
 
 @torch.no_grad()
 def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor) -> Tensor:
-    """Draft tokens (target ids) [B, T - 2, K] for the first `depths_BT` depths of every anchor; -1 beyond.
+    """Draft tokens (target ids) [B, T - 2, K] for the first `depths_BT` depths of every anchor; -1 beyond."""
+    width = 1 if drafter.pair_head is None else drafter.num_candidates
+    drafts_BTK = _chains(drafter, *likeliest_everywhere(target, drafter, token_ids_BT, depths_BT, width))
+    return drafts_BTK.masked_fill(torch.arange(drafts_BTK.shape[-1]) >= depths_BT[..., None], -1)
 
-    EAGLE-3 drafts after the text's own tokens, so its drafts match serving up to the first wrong one. The depth-0
-    slots run first and stay cached. Deeper slots run for a few anchors at a time: all at once would need memory
-    quadratic in T x K.
+
+@torch.no_grad()
+def likeliest_everywhere(
+    target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, depths_BT: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens (draft ids) and their log-probabilities [B, T - 2, K, W] at every anchor.
+
+    Zeros beyond the first `depths_BT` depths, and for the log-probability of a single token. EAGLE-3 drafts after the
+    text's own tokens, so its drafts match serving up to the first wrong one. The depth-0 slots run first and stay
+    cached. Deeper slots run for a few anchors at a time: all at once would need memory quadratic in T x K.
     """
-    num_depths, width = int(depths_BT.max()), 1 if drafter.pair_head is None else drafter.num_candidates
-    tokens_BTKW = torch.zeros(*depths_BT.shape, num_depths, width, dtype=torch.long)
+    tokens_BTKW = torch.zeros(*depths_BT.shape, int(depths_BT.max()), width, dtype=torch.long)
     found = (tokens_BTKW, torch.zeros_like(tokens_BTKW, dtype=torch.float32))
     aux_hidden_BTA = target.aux_hidden(token_ids_BT)
     with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
@@ -79,8 +104,7 @@ def draft_everywhere(target: HFTarget, drafter: Drafter, token_ids_BT: Tensor, d
         for anchors in torch.arange(depths_BT.shape[1]).split(ANCHORS_AT_ONCE):
             for slots, states_BSD in deeper(drafter, token_ids_BT, depths_BT, anchors, context, output):
                 _fill_in(found, drafter, slots, states_BSD, depths_BT)
-    drafts_BTK = _chains(drafter, *found)
-    return drafts_BTK.masked_fill(torch.arange(num_depths) >= depths_BT[..., None], -1)
+    return found
 
 
 def _chains(drafter: Drafter, tokens_BTKW: Tensor, logprob_BTKW: Tensor) -> Tensor:
@@ -137,13 +161,13 @@ def _placeholders(depths_BT: Tensor, anchors: Tensor) -> Slots:
 def _fill_in(
     found: tuple[Tensor, Tensor], drafter: Drafter, slots: Slots, states_BSD: Tensor, depths_BT: Tensor
 ) -> None:
-    """Write the likeliest tokens (draft ids) of each requested slot to `found`; a pair head also needs their scores."""
+    """Write the likeliest tokens (draft ids) of each requested slot to `found`; if there are several, their scores."""
     anchor_BS, depth_BS = slots.anchor_BS.cpu(), slots.depth_BS.cpu()
     is_drafted_BS = (depth_BS >= 0) & (depth_BS < depths_BT.gather(1, anchor_BS))
     for row, slot in zip(*(part.split(LABEL_CHUNK) for part in is_drafted_BS.nonzero(as_tuple=True)), strict=True):
         states_ND = states_BSD[row.to(states_BSD.device), slot.to(states_BSD.device)]
         logits_NU, place = drafter.logits(states_ND), (row, anchor_BS[row, slot], depth_BS[row, slot])
-        if drafter.pair_head is None:
+        if found[0].shape[-1] == 1:
             found[0][place] = logits_NU.argmax(-1, keepdim=True).cpu()
         else:
             for table, values_NW in zip(found, drafter.candidates(logits_NU), strict=True):
@@ -162,8 +186,11 @@ def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Con
         yield batch
 
 
-def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_tokens: int) -> list[int]:
-    """Accepted tokens per step. Prefill emits the answer's first token; each step emits accepted + 1."""
+def _walk(count: Callable[[int, list[int]], int], conversation: Conversation, num_draft_tokens: int) -> list[int]:
+    """Accepted tokens per step. Prefill emits the answer's first token; each step emits accepted + 1.
+
+    `count(anchor, answer)` says how many tokens the drafts at an anchor have in common with the answer.
+    """
     token_ids, mask = conversation.token_ids.tolist(), conversation.loss_mask.tolist()
     accepted_by_step = []
     newest = 1
@@ -172,9 +199,35 @@ def _walk(drafts_TK: list[list[int]], conversation: Conversation, num_draft_toke
             newest += 1
             continue
         following = slice(newest + 1, newest + 1 + num_draft_tokens)
-        pairs = zip(drafts_TK[newest - 1], token_ids[following], mask[following], strict=False)
-        matches = (is_answer and draft == token for draft, token, is_answer in pairs)
-        accepted = sum(takewhile(bool, matches))
+        answer = takewhile(itemgetter(1), zip(token_ids[following], mask[following], strict=True))
+        accepted = count(newest - 1, [token for token, _ in answer])
         accepted_by_step.append(accepted)
         newest += accepted + 1
     return accepted_by_step
+
+
+def _count_chain(drafts_TK: list[list[int]], anchor: int, answer: list[int]) -> int:
+    pairs = zip(drafts_TK[anchor], answer, strict=False)
+    return sum(takewhile(bool, (draft == token for draft, token in pairs)))
+
+
+def _count_tree(
+    drafter: Drafter, tokens_TKW: Tensor, logprob_TKW: Tensor, num_nodes: int, anchor: int, answer: list[int]
+) -> int:
+    device, head = drafter.fc.weight.device, drafter.pair_head
+    tokens_1KW, logprob_1KX = tokens_TKW[anchor][None].to(device), logprob_TKW[anchor][None].to(device)
+    if head is not None:
+        logprob_1KX = head.conditionals(tokens_1KW, logprob_1KX)
+    tree = grow_tree(logprob_1KX.cpu(), torch.tensor([len(tokens_TKW[anchor])]), num_nodes)
+    token_ids: list[list[int]] = drafter.to_target_ids(tokens_1KW)[0].tolist()
+    parents, depths = tree.parent_BL[0].tolist(), tree.depth_BL[0].tolist()
+    nodes = {}
+    for node, (choice, score) in enumerate(zip(tree.choice_BM[0].tolist(), tree.score_BM[0].tolist(), strict=True), 1):
+        if score > -math.inf:
+            nodes[parents[node], token_ids[depths[node] - 1][choice]] = node
+    node = accepted = 0
+    for token in answer:
+        if (node, token) not in nodes:
+            break
+        node, accepted = nodes[node, token], accepted + 1
+    return accepted

@@ -20,8 +20,8 @@ class PassResult(NamedTuple):
     """Output of a pass, on the device."""
 
     emitted_BE: Tensor
-    """for each request: number of emitted tokens, number of verified drafts, a bit for each token that is a tolerated
-    draft, then the tokens; those beyond the number are meaningless"""
+    """for each request: number of emitted tokens, number of verified drafts, marks as in `Emission`, then the tokens;
+    those beyond the number are meaningless"""
     logits_NV: Tensor
     """the target's logits, before any adjustment"""
     place_BL: Tensor
@@ -40,8 +40,8 @@ class Emission(NamedTuple):
     token_ids: list[int]
     num_drafts: int
     """draft tokens that were verified; 0 for prefill and plain decoding"""
-    tolerated: int
-    """bit i is set if token i is a tolerated draft, not the target's own choice"""
+    marks: int
+    """bit i is set if token i is a tolerated draft, not the target's own choice, and if it is a bonus token"""
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
     draft_ids: list[int] | None = None
@@ -106,13 +106,14 @@ class Pass:
         return scores
 
     def emissions(self) -> Iterator[Emission]:
-        emitted = self.emitted.tolist()
+        emitted, is_prefill = self.emitted.tolist(), not self.is_decode
         for index, (request, epoch, line) in enumerate(zip(self.requests, self.epochs, self.lines, strict=True)):
-            count, num_drafts, tolerated, *tokens = emitted[line]
+            values = emitted[line]
+            count, num_drafts, marks = values[:3]
             logprobs = self.logprobs[index].to_list()[:count] if index in self.logprobs else None
             drafts = self.newest[index][:, 1:].tolist() if index in self.newest else ()
-            is_prefill = not self.is_decode
-            yield Emission(request, epoch, tokens[:count], num_drafts, tolerated, logprobs, is_prefill, *drafts)
+            tokens = values[3 : 3 + count]
+            yield Emission(request, epoch, tokens, num_drafts, marks, logprobs, is_prefill, *drafts)
 
 
 @dataclass
@@ -130,6 +131,8 @@ class Launch:
     """log-probabilities of prompts"""
     rest: Callable[[], None] | None = None
     """on a CPU: what is left to run after the first tokens"""
+    prefill_seconds: float = 0.0
+    """on a CPU: time of the prefill pass, once `finish` has run"""
 
     def collect_first(self) -> list[Emission]:
         """Wait for the first tokens of the prompts and for `scores`, and return the tokens.

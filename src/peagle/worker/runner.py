@@ -7,15 +7,15 @@ the host reads the results of one launch while the next one runs. On a CPU `laun
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from peagle.drafter.config import USUAL_NUM_DRAFT_TOKENS
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
@@ -27,7 +27,6 @@ from peagle.targets.hf import HFTarget
 from peagle.targets.load import cache_directory
 from peagle.targets.paged import PagedTarget
 from peagle.worker.adjustments import Adjustments
-from peagle.worker.calibrate import calibrate
 from peagle.worker.captured_steps import CapturedSteps, Progress, StepTimes
 from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.drafting import Drafting
@@ -39,8 +38,9 @@ from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
 from peagle.worker.prefill import Prefill
 from peagle.worker.row_state import HostRows, RowState
 from peagle.worker.step import Step, run_eagerly
+from peagle.worker.step_costs import measure_step_costs
 from peagle.worker.transfers import Transfers
-from peagle.worker.verify_batch import num_drafts
+from peagle.worker.verify_batch import draft_curve, num_drafts
 
 USUAL_CPU_BATCH = 4
 """Batch size that plain decoding on a CPU is tuned for."""
@@ -62,7 +62,7 @@ class Runner:
         self,
         target: HFTarget,
         drafter: Drafter | None,
-        num_draft_tokens: int | None,
+        num_draft_tokens: int,
         config: EngineConfig,
         max_batch: int,
         max_length: int,
@@ -86,8 +86,6 @@ class Runner:
             self.paged_target = PagedTarget(target, compile)
             self._restore.append(self.paged_target.close)
             self._compile_drafter(compile)
-            if num_draft_tokens is None:
-                num_draft_tokens = self._calibrate()
             self.num_draft_tokens = num_draft_tokens
             tree_nodes = config.tree_nodes if num_draft_tokens else None
             pages_per_sequence = -(-(max_length + step_room(num_draft_tokens, tree_nodes)) // config.page_size)
@@ -103,6 +101,8 @@ class Runner:
             self.capture_cost = CaptureCost(0, 0.0, 0)
             if is_gpu and not config.eager:
                 self.capture_steps(progress)
+            elif not is_gpu and drafter is not None and config.verify_tokens is None:
+                self._measure_steps()
         except BaseException as error:
             self.close()
             if isinstance(error, torch.cuda.OutOfMemoryError):
@@ -117,6 +117,9 @@ class Runner:
         for restore in reversed(self._restore):
             restore()
         self._restore = []
+        if "kv_cache" in self.__dict__:
+            self.kv_cache.target_memory.free()
+            self.kv_cache.drafter_memory.free()
         for name in ("kv_cache", "step", "plain_step", "prefill", "captured", "adjustments"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
@@ -155,7 +158,7 @@ class Runner:
             return
         self.captured = captured
         if self.drafter is not None and self.config.verify_tokens is None:
-            self.budget = DraftBudget(captured.decode_seconds(self.kv_cache.num_pages))
+            self.budget = DraftBudget(captured.decode_seconds(self.kv_cache.num_pages).__getitem__)
 
     def prepare_adjustments(self) -> None:
         """Allocate the tables for penalties, biases and grammars, if they do not exist yet."""
@@ -181,7 +184,9 @@ class Runner:
         with self._inference():
             self._upload(plan)
             launch.started = self._event()
+            started = time.perf_counter()
             draft = self._prefill(plan, launch) if plan.chunks else None
+            launch.prefill_seconds = time.perf_counter() - started
             launch.has_first = self._event()
         launch.rest = partial(self._finish, launch, plan, draft)
         if self.is_asynchronous:
@@ -192,7 +197,9 @@ class Runner:
         """Draft behind the first tokens, and run the decode step."""
         with self._inference():
             if draft is not None:
+                started = time.perf_counter()
                 draft()
+                launch.prefill_seconds += time.perf_counter() - started
             for made in launch.passes:
                 self._fetch_drafts(made)
             # A request may have ended with its first token.
@@ -265,8 +272,7 @@ class Runner:
 
     def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None] | None:
         """Run the first half of a prefill pass, and return the second."""
-        num_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        bucket = num_tokens, len(plan.chunks) + 1
+        bucket = plan.num_prompt_tokens, len(plan.chunks) + 1
         if self.captured is not None:
             bucket = self.captured.bucket(*bucket)
         upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
@@ -323,13 +329,21 @@ class Runner:
         if self.budget is None:
             most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most))
-        choice = self.budget.choose(size, len(requests), len(drafting))
+        choice = self.budget.choose(size, len(requests), len(drafting), self._known_drafts(drafting))
         if choice.num_tokens == size:
             for request in drafting:
                 request.is_paused = True
                 self.rows.max_draft[request.row] = 0
             self._transfers.send(self.rows.max_draft, self.state.max_draft)
-        return choice
+            return choice
+        return choice._replace(num_tokens=self._fewest_tokens(requests, choice.num_tokens))
+
+    def _known_drafts(self, requests: Sequence[Request]) -> DraftCurve | None:
+        """On a CPU: the drafts that these requests have, by probability."""
+        if self.is_asynchronous:
+            return None
+        rows_B = torch.tensor([request.row for request in requests])
+        return DraftCurve(*draft_curve(self.state.confidence, rows_B).tolist())
 
     def _fewest_tokens(self, requests: Sequence[Request], limit: int) -> int:
         """On a CPU shapes may depend on values: a request without drafts has one token."""
@@ -361,31 +375,27 @@ class Runner:
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
-    def _prepare_linears(self, num_draft_tokens: int | None) -> None:
+    def _prepare_linears(self, num_draft_tokens: int) -> None:
         """On a CPU: pack the linear layers for the few tokens of a step."""
-        most_drafts = num_draft_tokens
-        if most_drafts is None:
-            most_drafts = USUAL_NUM_DRAFT_TOKENS if self.drafter is None else self.drafter.config.usual_num_draft_tokens
-        num_rows = max(most_drafts + 1, min(self.max_batch, USUAL_CPU_BATCH))
         if self.target.dtype == torch.float32:
-            # Per request: K + 1 tokens to verify, then up to K accepted tokens and K mask slots to draft.
-            most_rows = max(most_drafts + 1, 2 * most_drafts) * self.max_batch
+            num_rows = max(num_draft_tokens + 1, min(self.max_batch, USUAL_CPU_BATCH))
+            # Per request: the newest token and its drafts to verify, then up to K accepted tokens and K mask slots.
+            num_drafts = self.config.tree_nodes or num_draft_tokens
+            most_rows = max(num_drafts + 1, 2 * num_draft_tokens) * self.max_batch
             self._restore.append(pack_models(self.target, self.drafter, num_rows, most_rows))
 
-    def _calibrate(self) -> int:
-        """Choose the number of draft tokens by measurement; drop the drafter if none pays."""
-        assert self.drafter is not None, "without a drafter the number is 0"
-        chosen = calibrate(self.paged_target, self.drafter, self.config.page_size)
-        if chosen == 0:
-            self.drafter = None
-        return chosen
+    def _measure_steps(self) -> None:
+        """On a CPU: measure what steps cost, for the draft budget."""
+        costs = measure_step_costs(self.step, self.plain_step, self.kv_cache.num_pages)
+        num_drafts = self.state.tokens.shape[1] - 1
+        self.budget = DraftBudget(cache(partial(costs.by_size, num_drafts=num_drafts)))
 
     def _make_passes(self, compile: Compile) -> None:
         """Prefill and decode step, with drafting if there is a drafter."""
         config, max_position = self.config, self.target.max_length - 1
         drafting = None
         if self.drafter is not None:
-            memory, needs_confidence = self.kv_cache.drafter_memory, bool(config.verify_tokens)
+            memory, needs_confidence = self.kv_cache.drafter_memory, config.verify_tokens != 0
             drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)

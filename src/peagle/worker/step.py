@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from peagle.decoding.verify import keep_path, tolerate
-from peagle.kernels.attention import WASTE_PAGE
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
 from peagle.worker.adjustments import Adjustments
@@ -166,22 +165,26 @@ class Step:
         state.length.index_copy_(0, rows_B, new_length_B.masked_fill(rows_B == state.padding_row, 0))
         known_BD1 = torch.cat([tokens_BL[:, :1], wanted_BD], dim=1)
         place_BD = batch.place_BL.gather(1, node_BD)
-        tolerated_B = torch.zeros_like(num_drafts_B)
+        node_L = torch.arange(tokens_BL.shape[1], device=rows_B.device)
+        is_draft_BL = (node_L > 0) & (node_L <= num_drafts_B[:, None])
+        has_child_B = (is_draft_BL & (tree[0] == node_BD.gather(1, num_accepted_B[:, None]))).any(1)
+        marks_B = (~has_child_B).long() << num_accepted_B
         if exact_N is not None:
-            bit_D = 1 << torch.arange(node_BD.shape[1], device=rows_B.device)
-            tolerated_B = ((wanted_BD != exact_N[place_BD]) * bit_D).sum(1)
-        counts_B3 = torch.stack([num_accepted_B + 1, num_drafts_B, tolerated_B], dim=1)
+            depth_D = torch.arange(node_BD.shape[1], device=rows_B.device)
+            is_tolerated_BD = (wanted_BD != exact_N[place_BD]) & (depth_D < num_accepted_B[:, None])
+            marks_B += (is_tolerated_BD.long() << depth_D).sum(1)
+        counts_B3 = torch.stack([num_accepted_B + 1, num_drafts_B, marks_B], dim=1)
         emitted_BE = torch.cat([counts_B3, wanted_BD], dim=1)
         return Accepted(emitted_BE, known_BD1, next_B1, num_accepted_B, place_BD, node_BD)
 
     def _moves(self, batch: VerifyBatch, accepted: Accepted) -> tuple[Tensor, Tensor]:
-        """Cells of the accepted drafts, and the cells where the sequence continues."""
+        """Cells of the accepted drafts, and the cells where the sequence continues; -1 for rejected drafts."""
         table_BP, length_B1 = batch.paged_rows.page_table_BP, batch.paged_rows.context_B[:, None]
         depth_K = torch.arange(1, accepted.node_BD.shape[1], device=length_B1.device)
         source_BK = cells(table_BP, length_B1 + accepted.node_BD[:, 1:], self.page_size)
         destination_BK = cells(table_BP, length_B1 + depth_K, self.page_size)
         is_rejected_BK = depth_K > accepted.num_accepted_B[:, None]
-        return source_BK.flatten(), destination_BK.masked_fill(is_rejected_BK, WASTE_PAGE).flatten()
+        return source_BK, destination_BK.masked_fill(is_rejected_BK, -1)
 
     # Second half: draft -----------------------------------------------------------------------------------------------
 
