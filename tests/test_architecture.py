@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 # A package imports only from lower floors.
 FLOORS = {
     "cli": 13,
+    "console": 12,
     "sagemaker": 12,
     "training": 11,
     "bench": 11,
@@ -43,6 +44,7 @@ TORCH_FREE_AREAS = {
     "bench",
     "cli",
     "config",
+    "console",
     "errors",
     "host_memory",
     "provenance",

@@ -16,7 +16,7 @@ from peagle.bench.offline import (
     sweep,
     warm_up,
 )
-from peagle.cli.arguments import WorkloadArguments
+from peagle.console.arguments import WorkloadArguments
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.errors import CapacityError

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from harness.sagemaker_runtime import vllm_arguments
-from peagle.cli.arguments import parse
 from peagle.cli.serve import Arguments, with_conventions
+from peagle.console.arguments import parse
 from peagle.errors import ConfigError, RequestError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.sagemaker.serving import invocation_route

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from harness.tiny_models import tiny_target
-from peagle.cli.recipe import DIRECTORY
 from peagle.config import from_toml
+from peagle.console.recipe import DIRECTORY
 from peagle.data.config import describe_file
 from peagle.data.shards import read_manifest
 from peagle.errors import ConfigError

@@ -1,4 +1,4 @@
 """The command line: one module per command, imported when the command runs.
 
-Owns flags, progress and printing. All logic lives in the packages below.
+Owns flags and printing. All logic lives in the packages below.
 """

@@ -16,9 +16,17 @@ from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle
 from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
-from peagle.cli.arguments import ModelArguments, Names, Numbers, TargetArguments, WorkloadArguments, accelerator, parse
-from peagle.cli.progress import progress_bar
 from peagle.compare.answers import render_prompt
+from peagle.console.arguments import (
+    ModelArguments,
+    Names,
+    Numbers,
+    TargetArguments,
+    WorkloadArguments,
+    accelerator,
+    parse,
+)
+from peagle.console.progress import progress_bar
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.sampling_params import SamplingParams
 

@@ -16,9 +16,9 @@ from peagle.bench.online import Load, Result, measure, read_goals
 from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.plot import check_plot
 from peagle.bench.report import print_document
-from peagle.cli.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
-from peagle.cli.progress import progress_bar
 from peagle.config import json_object
+from peagle.console.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
+from peagle.console.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from peagle.bench.report import print_document
-from peagle.cli.arguments import parse
+from peagle.console.arguments import parse
 from peagle.errors import ConfigError, nearest
 from peagle.targets.catalog import entries, find, user_file
 from peagle.targets.catalog_report import describe, details, overview

@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 
 from peagle.bench.report import make_table, print_document
-from peagle.cli.arguments import TargetArguments, parse
 from peagle.cli.inspection import show
-from peagle.cli.progress import progress_bar
-from peagle.cli.recipe import parse_with_recipe
+from peagle.console.arguments import TargetArguments, parse
+from peagle.console.progress import progress_bar
+from peagle.console.recipe import parse_with_recipe
 from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until
 from peagle.data.json_rows import read_lines
 from peagle.data.progress import RunProgress, drops

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from peagle.cli.arguments import parse
+from peagle.console.arguments import parse
 from peagle.sagemaker.aws import Aws
 from peagle.sagemaker.choose import Serving, choose
 from peagle.sagemaker.found import look, removal

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import DrafterArguments, parse
+from peagle.console.arguments import DrafterArguments, parse
 from peagle.errors import ConfigError
 from peagle.vllm.command import TESTED, Installed, Parallelism, VllmSettings
 from peagle.vllm.flags import split_words, with_flags

@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from peagle import __version__
 from peagle.bench.report import make_table
-from peagle.cli.arguments import ModelArguments, parse, with_positional
-from peagle.cli.progress import progress_bar
+from peagle.console.arguments import ModelArguments, parse, with_positional
+from peagle.console.progress import progress_bar
 from peagle.data.prompts import read_prompts
 from peagle.errors import CheckpointError, ConfigError, TargetError
 from peagle.provenance import commit, package_version, processor_name

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from peagle.bench.report import make_table, print_document
 from peagle.bench.verdict import acceptance_verdict, shortest_draft
-from peagle.cli.arguments import ModelArguments, accelerator, parse
-from peagle.cli.progress import progress_bar
+from peagle.console.arguments import ModelArguments, accelerator, parse
+from peagle.console.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import read_prompts, workload_name
 from peagle.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from peagle.cli.arguments import ModelArguments, accelerator, parse, with_positional
+from peagle.console.arguments import ModelArguments, accelerator, parse, with_positional
 from peagle.errors import ConfigError
 from peagle.vllm.command import RUNNER_VARIABLE
 

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from peagle.bench.cells import rounded
 from peagle.bench.report import make_table, number
-from peagle.cli.arguments import ModelArguments, parse
-from peagle.cli.progress import working
 from peagle.compare.divergence import Divergence, first_divergence
+from peagle.console.arguments import ModelArguments, parse
+from peagle.console.progress import working
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from peagle.bench.report import check_output
-from peagle.cli.arguments import ModelArguments, accelerator, parse, with_positional
-from peagle.cli.progress import progress_bar
 from peagle.compare.lossless import Settings, examine
 from peagle.compare.lossless_report import document_of, markdown_of
+from peagle.console.arguments import ModelArguments, accelerator, parse, with_positional
+from peagle.console.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts
 from peagle.errors import ConfigError

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from peagle.cli.arguments import ModelArguments, parse, with_positional
-from peagle.cli.progress import working
+from peagle.console.arguments import ModelArguments, parse, with_positional
+from peagle.console.progress import working
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions

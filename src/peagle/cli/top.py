@@ -17,7 +17,7 @@ from peagle.bench.client import headers_of, is_this_machine, root_of
 from peagle.bench.live import view
 from peagle.bench.scrape import Scrape
 from peagle.bench.watch import Watch
-from peagle.cli.arguments import DEFAULT_URL, KeyArguments, parse
+from peagle.console.arguments import DEFAULT_URL, KeyArguments, parse
 from peagle.errors import ConfigError, ServerError
 
 SCRAPE_SECONDS = 10.0

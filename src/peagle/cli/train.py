@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from peagle.cli.arguments import DrafterArguments, TargetArguments
-from peagle.cli.progress import progress_bar
-from peagle.cli.recipe import parse_with_recipe
+from peagle.console.arguments import DrafterArguments, TargetArguments
+from peagle.console.progress import progress_bar
+from peagle.console.recipe import parse_with_recipe
 from peagle.data.json_rows import read_lines
 from peagle.errors import ConfigError
 from peagle.objective.config import DataSettings, DrafterSettings, HardwareSettings, TrainConfig, TrainingSettings

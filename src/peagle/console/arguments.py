@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, StructConstructorSpec, StructTypeInfo
 
-from peagle.cli.progress import working
+from peagle.console.progress import working
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts, workload_name
 from peagle.errors import ConfigError, PeagleError, TargetError

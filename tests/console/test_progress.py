@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from peagle.cli import progress
-from peagle.cli.progress import progress_bar, working
+from peagle.console import progress
+from peagle.console.progress import progress_bar, working
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

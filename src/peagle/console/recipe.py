@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from peagle.cli.arguments import parse
 from peagle.config import from_toml
+from peagle.console.arguments import parse
 from peagle.errors import ConfigError
 from peagle.targets.catalog import ASSETS
 

@@ -1,0 +1,1 @@
+"""What all commands share: arguments and their parsing, progress bars, recipes."""
