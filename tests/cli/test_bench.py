@@ -46,10 +46,11 @@ def test_the_document_is_the_last_line_of_stdout_and_has_every_cell(bench):
     assert {"command", "commit", "versions", "hardware"} <= document["provenance"].keys()
 
 
-def test_without_a_number_the_engine_decides_how_many_drafts_to_verify(bench):
-    plain, cell = bench("--json", "--concurrency", 1).json["cells"]
-    assert plain["num_draft_tokens"] == 0 and cell["num_draft_tokens"] is None
-    assert cell["acceptance_length"] >= 1 and cell["num_divergences"] == 0
+@pytest.mark.parametrize(("given", "measured"), [((), [0, None]), (("--num-draft-tokens", "auto,2"), [0, None, 2])])
+def test_the_engine_decides_how_many_drafts_to_verify_beside_fixed_numbers(bench, given, measured):
+    cells = bench("--json", "--concurrency", 1, *given).json["cells"]
+    assert [cell["num_draft_tokens"] for cell in cells] == measured
+    assert all(cell["acceptance_length"] >= 1 and cell["num_divergences"] == 0 for cell in cells[1:])
 
 
 def test_depths_beyond_a_drafters_training_are_left_out_and_said(bench, peagle, on_models, prompts):

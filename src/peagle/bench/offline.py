@@ -168,20 +168,20 @@ def cells_of(
     ]
 
 
-def depths_of(drafter: "Drafter", wanted: Sequence[int] | None) -> Sequence[int | None]:
+def depths_of(drafter: "Drafter", wanted: Sequence[int | None]) -> Sequence[int | None]:
     """The numbers of draft tokens to measure: those in `wanted` that the drafter was trained for, at least one.
 
-    Without `wanted` it is None: the engine decides, as it does by default.
+    None stays: the engine decides, as it does by default.
     """
-    config = drafter.config
-    if wanted is None:
-        return (None,)
-    drafter.check_num_draft_tokens(min(wanted))
-    depths = config.depths_within(wanted)
-    if too_deep := [str(depth) for depth in wanted if depth not in depths]:
+    config, numbers = drafter.config, [depth for depth in wanted if depth is not None]
+    if not numbers:
+        return wanted
+    drafter.check_num_draft_tokens(min(numbers))
+    depths = config.depths_within(numbers)
+    if too_deep := [str(depth) for depth in numbers if depth not in depths]:
         skipped = ", ".join(too_deep)
         log.info("skipping %s at %s draft tokens: trained for %d", config.method, skipped, config.num_draft_tokens)
-    return depths
+    return [depth for depth in wanted if depth is None or depth in depths]
 
 
 def shipped_eagle3_drafter(target: str | None) -> str | None:

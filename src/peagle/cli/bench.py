@@ -21,6 +21,7 @@ from peagle.console.arguments import (
     ModelArguments,
     Names,
     Numbers,
+    NumbersOrAuto,
     TargetArguments,
     WorkloadArguments,
     accelerator,
@@ -38,14 +39,15 @@ log = logging.getLogger(__name__)
 
 METHODS = (PLAIN, "eagle3", "p-eagle")
 DEFAULT_METHODS = (PLAIN, "p-eagle")
+AUTO = (None,)
 
 
 @dataclass(frozen=True)
 class Arguments(ModelArguments):
     methods: Names = DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
-    num_draft_tokens: Numbers | None = None
-    """verify this many draft tokens in every step; skips what the drafter was not trained for; default: the engine
+    num_draft_tokens: NumbersOrAuto = AUTO
+    """verify this many draft tokens in every step, skipping what the drafter was not trained for; auto: the engine
     decides in each step"""
     concurrency: Numbers = (1, 8, 32)
     """requests in flight"""
@@ -90,13 +92,13 @@ def checked(arguments: Arguments) -> Arguments:
             raise ConfigError(f"no method {method!r}", hint=nearest(method, METHODS))
     for name, least in (
         ("--concurrency", min(arguments.concurrency)),
-        ("--num-draft-tokens", min(arguments.num_draft_tokens or (1,))),
+        ("--num-draft-tokens", min(each for each in (*arguments.num_draft_tokens, 1) if each is not None)),
     ):
         if least < 1:
             raise ConfigError(f"{name} must be at least 1, got {least}")
     _check_dummy(arguments)
     drafted = [method for method in arguments.methods if method != PLAIN]
-    if arguments.num_draft_tokens is not None and not drafted:
+    if arguments.num_draft_tokens != AUTO and not drafted:
         raise ConfigError("--num-draft-tokens needs a method that drafts", hint="add p-eagle or eagle3 to --methods")
     if arguments.dummy is None:
         arguments = replace(arguments, target=_target(arguments, drafted))
@@ -139,7 +141,7 @@ def _check_dummy(arguments: Arguments) -> None:
     others = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,
-        "--num-draft-tokens": arguments.num_draft_tokens,
+        "--num-draft-tokens": arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None,
         "--anchors": arguments.anchors,
         "--target": arguments.target.target,
         "--drafter": arguments.drafter.drafter,

@@ -154,13 +154,18 @@ def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSp
         metavar=metavar,
         instance_from_str=values,
         is_instance=lambda instance: isinstance(instance, tuple),
-        str_from_instance=lambda instance: [",".join(map(str, instance))],
+        str_from_instance=lambda instance: [",".join("auto" if each is None else str(each) for each in instance)],
     )
+
+
+def _number_or_auto(word: str) -> int | None:
+    return None if word == "auto" else int(word)
 
 
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
+NumbersOrAuto = Annotated[tuple[int | None, ...], comma_list(_number_or_auto, "{INT|auto}[,...]")]
 
 
 @dataclass(frozen=True)
