@@ -358,6 +358,16 @@ def test_a_target_that_fits_is_exact_on_a_cpu_whatever_its_instructions(
     assert "dtype bfloat16: float32 weights would take" in caplog.text
 
 
+@pytest.mark.parametrize(("flags", "is_slow"), [({"asimd"}, True), ({"bf16"}, False)])
+def test_bfloat16_on_a_cpu_without_its_instructions_is_taken_with_a_warning(
+    flags: set[str], is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert ("aarch64 CPU lacks bfloat16 instructions; --dtype float32 is exact" in caplog.text) == is_slow
+
+
 def test_a_named_dtype_is_taken_and_an_unknown_one_refused() -> None:
     assert choose_dtype("float16", torch.device("cpu")) == torch.float16
     with pytest.raises(TargetError, match="unknown dtype 'bf16'") as caught:
