@@ -12,14 +12,19 @@ MAX_LOGIT_BIASES = 300
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice"]
 
+ANY_TEXT = ""
+"""In `Grammar.openings`: any text, up to the next piece."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar for the whole answer. An answer cut by `max_tokens` or a stop condition is a prefix of a valid one."""
+    """A grammar for the answer. An answer cut by `max_tokens` or a stop condition is a prefix of a valid one."""
 
     kind: GrammarKind
     value: str | tuple[str, ...] | None = None
     """By kind: a JSON schema as text, None for any JSON object, a regular expression, or the allowed answers."""
+    openings: tuple[tuple[str, ...], ...] = ()
+    """What comes before the answer, such as thinking: one of these sequences of texts, control tokens and ANY_TEXT."""
 
     def __post_init__(self) -> None:
         given: object = self.value
@@ -86,6 +91,8 @@ class SamplingParams:
     """Subtracted from a token's logit if it occurs in the answer."""
     grammar: Grammar | None = None
     """Constrains the answer: tokens that break the grammar are never chosen."""
+    shown_token_ids: frozenset[int] = frozenset()
+    """Special tokens to keep in the text, such as the marks around thinking; other special tokens have no text."""
     n: int = 1
     """Number of answers; answer i uses seed + i."""
     logprobs: int | None = None

@@ -64,12 +64,19 @@ class IncrementalDetokenizer:
     """Text of a growing token sequence, in whole characters.
 
     Each `add` decodes only a short window of recent tokens, so the cost is linear. Emitted text never changes; all of
-    it, with `finish()` at the end, equals `tokenizer.decode` of the whole sequence.
+    it, with `finish()` at the end, equals `tokenizer.decode` of the whole sequence. `shown_ids` are special tokens that
+    keep their text where the others are skipped.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._shown_ids = skip_special_tokens, shown_ids
         # The tokens to decode: those of the last emitted text as context, because some decoders treat the first token
         # differently, and those whose text is held back.
         self._window: list[int] = []
@@ -78,6 +85,8 @@ class IncrementalDetokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Append tokens; return the new text, which may be empty."""
+        if not self._shown_ids.isdisjoint(token_ids):
+            return "".join(self._show(each) if each in self._shown_ids else self.add([each]) for each in token_ids)
         if not token_ids:
             return ""
         self._window.extend(token_ids)
@@ -98,6 +107,9 @@ class IncrementalDetokenizer:
         """Emit the text held back, with replacement characters for incomplete bytes."""
         decoded = self._decode(self._window)
         return self._emit(decoded) if decoded.startswith(self._shown) else self._emit_pending()
+
+    def _show(self, token_id: int) -> str:
+        return self.finish() + _decode(self._tokenizer, [token_id], skip_special_tokens=False)
 
     def _emit(self, decoded: str) -> str:
         """Emit the rest of the window's text. The newest tokens become the context; drop tokens without text."""

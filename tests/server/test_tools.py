@@ -1,4 +1,4 @@
-"""Tool calls: the forms that templates write them in, whole and cut into any pieces, and over the SDK."""
+"""Tool calls over the SDK: choices, forced calls, calls in the target's own form, conversations with results."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 from harness.local_server import running, tiny_llm
 from harness.tiny_models import CHATML
-from peagle.server.chat import _message
+from peagle.dialects.dialect import dialect_of
 from peagle.server.errors import HttpError
-from peagle.server.protocol import ChatBody, Message, validated
-from peagle.server.tools import ToolReader, tool_format
+from peagle.server.protocol import ChatBody, validated
+from peagle.server.tools import tool_use
 
 TOOLS = [
     {
@@ -30,55 +30,19 @@ HERMES = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}us
 MESSAGES = [{"role": "user", "content": "the weather"}]
 
 
-def read(form, text, size):
-    """Text and calls of an answer that comes in pieces of `size` characters."""
-    reader = ToolReader(form)
-    shown, calls = "", []
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    for index, piece in enumerate(pieces):
-        more, found = reader.add(piece, is_last=index + 1 == len(pieces))
-        shown, calls = shown + more, calls + found
-    return shown, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
-
-
-CASES = [
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [("f", {"a": 1})]),
-    (
-        "hermes",
-        'Let me see.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
-        "Let me see.",
-        [("f", {}), ("g", {})],
-    ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "<b>"}}', "", [("f", {"a": "<b>"})]),
-    ("hermes", "a < b and <tool", "a < b and <tool", []),
-    ("hermes", "<tool_call>not JSON</tool_call> then", "<tool_call>not JSON</tool_call> then", []),
-    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", None),
-    ("mistral", "plain [TOOL", "plain [TOOL", []),
-    ("llama", '{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
-    ("mistral", ' [{"name": "f", "arguments": {}}]', "", [("f", {})]),
-    ("mistral", "[1] is a footnote", "[1] is a footnote", []),
-    ("llama", '{"just": "JSON"}', '{"just": "JSON"}', []),
-    ("llama", "an answer {}", "an answer {}", []),
-    ("forced", '{"name": "f", "arguments": {"a": [1, 2]}}', "", [("f", {"a": [1, 2]})]),
-]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(("form", "text", "shown", "calls"), CASES)
-def test_calls_are_told_from_text_in_pieces_of_any_size(form, text, shown, calls, size):
-    found_text, found_calls = read(form, text, size)
-    assert found_calls == ([("f", {"a": 1}), ("g", {})] if calls is None else calls)
-    assert found_text.strip() == shown.strip()
-
-
-def test_the_template_decides_the_form():
+def test_a_template_without_tools_is_refused():
     body = validated(ChatBody, {"messages": MESSAGES, "tools": TOOLS})
-    assert tool_format(body, "{{ tools }} <tool_call>").form == "hermes"
-    assert tool_format(body, "{{ tools }} [TOOL_CALLS]").form == "mistral"
-    assert tool_format(body, "{{ tools }}").form == "llama"
     with pytest.raises(HttpError) as caught:
-        tool_format(body, "{{ messages }}")
+        tool_use(body, dialect_of("{{ messages }}"))
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(("mark", "stops"), [("<tool_call>", ("</tool_call>",)), ("<|tool_call>", ("<tool_call|>",))])
+def test_one_call_alone_ends_at_its_mark(mark, stops):
+    body = validated(ChatBody, {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False})
+    assert tool_use(body, dialect_of("{{ tools }} " + mark)).stops == stops
+    with pytest.raises(HttpError, match="writes all calls as one list"):
+        tool_use(body, dialect_of("{{ tools }} [TOOL_CALLS]"))
 
 
 @pytest.mark.parametrize(
@@ -93,14 +57,8 @@ def test_the_template_decides_the_form():
 )
 def test_a_choice_without_its_tool_is_refused(more, message):
     with pytest.raises(HttpError) as caught:
-        tool_format(validated(ChatBody, {"messages": MESSAGES} | more), HERMES)
+        tool_use(validated(ChatBody, {"messages": MESSAGES} | more), dialect_of(HERMES))
     assert caught.value.message == message
-
-
-def test_calls_that_clients_send_back_have_objects_for_templates():
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
-    assert _message(message, "")["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +91,40 @@ def test_a_named_call_is_streamed(with_tools):
     )
     chunks = list(stream)
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert [call.function.name for call in calls] == ["weather"] and calls[0].index == 0
-    assert json.loads(calls[0].function.arguments)["city"] in ("Rome", "Oslo")
+    assert [call.function.name for call in calls if call.function.name] == ["weather"] and calls[0].index == 0
+    assert len(calls) > 2, "arguments come in pieces"
+    assert json.loads("".join(call.function.arguments for call in calls))["city"] in ("Rome", "Oslo")
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+OWN_CALL = r'so: <tool_call>\n\{"name": "weather", "arguments": \{"city": "[RO][a-z]{3}"\}\}\n</tool_call>'
+
+
+def test_calls_in_the_targets_own_form_are_the_same_streamed_and_whole(with_tools):
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 150, "seed": 3}
+    asked["extra_body"] = {"structured_outputs": {"regex": OWN_CALL}}
+    whole = with_tools.client().chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "so: " and call.function.name == "weather"
+    chunks = list(with_tools.client().chat.completions.create(**asked, stream=True))
+    pieces = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    assert json.loads(call.function.arguments)["city"][0] in "RO" and len(pieces) > 2
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "so: "
+
+
+def test_a_call_that_the_limit_cuts_is_a_start_of_its_arguments(with_tools):
+    body = {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"regex": OWN_CALL}, "seed": 3}
+    for max_tokens in range(40, 64, 5):
+        choice = with_tools.http.post("/v1/chat/completions", json=body | {"max_tokens": max_tokens}).json()["choices"][
+            0
+        ]
+        message = choice["message"]
+        assert choice["finish_reason"] == "length"
+        assert ("tool_calls" in message) != ("<tool_call>" in (message["content"] or "")), message
+        for call in message.get("tool_calls", ()):
+            assert call["function"]["arguments"].startswith("{")
 
 
 def test_tools_are_shown_to_the_target_unless_none_may_be_called(with_tools):

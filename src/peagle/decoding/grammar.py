@@ -19,7 +19,7 @@ import numpy as np
 
 from peagle.decoding.draft_tree import DraftTree
 from peagle.errors import MissingExtraError, RequestError, TargetError
-from peagle.sampling_params import Grammar
+from peagle.sampling_params import ANY_TEXT, Grammar
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
@@ -136,6 +136,7 @@ class _Grammars:
         self.vocab_size = target.vocab_size
         size = max(target.vocab_size, backend.get_vocab_size(with_added_tokens=True))
         self._library: Any = llguidance
+        self._backend = backend
         self._tokenizer = llguidance.LLTokenizer(_plain_form(backend.to_str()), n_vocab=size, eos_token=self.end_ids)
         ids = backend.encode(PROBE, add_special_tokens=False).ids
         if self._tokenizer.decode_bytes(ids).strip() != PROBE.encode():
@@ -163,7 +164,35 @@ class _Grammars:
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
-        """The grammar in the library's own language."""
+        """The grammar in the library's own language, with what comes before the answer."""
+        answer = self._answer_source(grammar)
+        if not grammar.openings:
+            return answer
+        own = {"lark_grammar": answer} if grammar.kind == "choice" else json.loads(answer)["grammars"][0]
+        before = {"lark_grammar": "start: opening @answer\n" + self._opening_rules(grammar.openings)}
+        return json.dumps({"grammars": [before, own | {"name": "answer"}]})
+
+    def _opening_rules(self, openings: Sequence[Sequence[str]]) -> str:
+        """The rule `opening` in Lark: one of these sequences."""
+        rules, sequences = ["TEXT: /(?s:.*)/"], []
+        for pieces in openings:
+            words: list[str] = []
+            for piece in pieces:
+                literal = json.dumps(piece, ensure_ascii=False)
+                token_id = self._backend.token_to_id(piece)
+                if piece == ANY_TEXT:
+                    words.append("TEXT")
+                elif token_id is not None and self._tokenizer.is_special_token(token_id):
+                    words.append(f"<[{token_id}]>")  # no text contains it
+                elif words and words[-1] == "TEXT":
+                    words[-1] = f"text_{len(rules)}"
+                    rules.append(f"{words[-1]}[suffix={literal}]: TEXT")
+                else:
+                    words.append(literal)
+            sequences.append(" ".join(words) or '""')
+        return "\n".join([f"opening: {' | '.join(sequences)}", *rules])
+
+    def _answer_source(self, grammar: Grammar) -> str:
         matcher_type = self._library.LLMatcher
         if grammar.kind == "regex":
             return str(matcher_type.grammar_from_regex(grammar.value))

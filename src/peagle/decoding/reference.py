@@ -125,7 +125,7 @@ class _Request:
         self.num_prompt_tokens = len(token_ids)
         self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else target.eos_token_ids)
         self.guide = None if params.grammar is None else make_guide(target, params.grammar)
-        detokenizer = IncrementalDetokenizer(target.tokenizer)
+        detokenizer = IncrementalDetokenizer(target.tokenizer, shown_ids=params.shown_token_ids)
         self.stop_check = StopCheck(params, detokenizer, target.eos_token_ids, len(token_ids), target.max_length)
 
     @torch.no_grad()

@@ -231,9 +231,9 @@ class Engine:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_token_ids)
 
     def _stop_check(self, params: SamplingParams, request: Request, on_update: OnUpdate | None) -> StopCheck | None:
-        if on_update is None and not params.stop:
+        if on_update is None and not params.stop and not params.shown_token_ids:
             return None
-        detokenizer = IncrementalDetokenizer(self.target.tokenizer)
+        detokenizer = IncrementalDetokenizer(self.target.tokenizer, shown_ids=params.shown_token_ids)
         return StopCheck(params, detokenizer, self.target.eos_token_ids, request.prompt_length, request.max_length)
 
     # Steps ------------------------------------------------------------------------------------------------------------

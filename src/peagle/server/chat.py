@@ -1,23 +1,26 @@
 """POST /v1/chat/completions."""
 
-import contextlib
 import inspect
-import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle.data.json_rows import CHAT_ROLES
+from peagle.dialects.dialect import Ask
+from peagle.dialects.messages import Deltas, message_of
+from peagle.dialects.reading import Event, Parser
+from peagle.dialects.rendering import effort_variables, template_message, template_tool
 from peagle.errors import PeagleError, nearest
 from peagle.server.errors import HttpError, as_http_error, invalid, unsupported
 from peagle.server.jobs import Choice, Job
 from peagle.server.protocol import ChatBody, Message, TokenizeBody, Tool
 from peagle.server.sampling import grammar_of, sampling_params
 from peagle.server.service import Service
-from peagle.server.tools import Form, ToolReader, forced_grammar, tool_format
+from peagle.server.tools import forced_grammar, tool_use
 from peagle.server.writer import Writer, finite
 from peagle.tokenizer import chat_text, encode
 
@@ -33,13 +36,17 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens", "and 'max_completion_tokens' differ; omit one of them")
     _check_tool_results(body.messages)
-    tools = tool_format(body, service.chat_template)
+    dialect = service.dialect
+    use = tool_use(body, dialect)
     grammar = grammar_of(body)
-    if tools.form == "forced":
+    if use.is_forced:
         if grammar is not None:
             raise invalid("response_format", "cannot be combined with a forced 'tool_choice'")
         grammar = forced_grammar(body)
-    prompt = await service.in_thread(request, lambda: render(service, body.messages, tools.tools, body))
+    prompt = await service.in_thread(request, lambda: render(service, body.messages, use.tools, body))
+    ask = Ask(service.end_of(prompt), use.schemas, use.is_forced)
+    if grammar is not None:
+        grammar = replace(grammar, openings=dialect.openings(ask.prompt))
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
@@ -49,10 +56,12 @@ async def answer_chat(service: Service, body: ChatBody, request: Request) -> Res
         max_tokens=service.room([prompt], asked, param),
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=grammar,
-        stop=tools.stops,
+        stop=use.stops,
+        shown_token_ids=service.token_ids(dialect.marks(has_calls=bool(use.tools))),
     )
     job = service.new_job("chatcmpl", [prompt], params, arrived)
-    return await service.respond(request, body, ChatWriter(service, job, body, tools.form))
+    parsers = [dialect.parser(ask) for _ in job.choices]
+    return await service.respond(request, body, ChatWriter(service, job, body, parsers))
 
 
 def _check_tool_results(messages: list[Message]) -> None:
@@ -77,9 +86,13 @@ def render(
     variables = dict(body.chat_template_kwargs or {})
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:
-        if "reasoning_effort" not in template:
+        try:
+            found = effort_variables(effort, template)
+        except ValueError as error:
+            raise invalid("reasoning_effort", str(error)) from None
+        if found is None:
             raise unsupported("reasoning_effort", "the target's chat template does not use it")
-        variables["reasoning_effort"] = effort
+        variables = found | variables
     # Clients must not set parameters of the rendering functions: one of them replaces the template.
     rendering = (chat_text, service.tokenizer.apply_chat_template)
     reserved = {name for each in rendering for name in inspect.signature(each).parameters}
@@ -88,8 +101,8 @@ def render(
             message = f"'chat_template_kwargs': the target's chat template has no variable {name[:100]!r}"
             raise HttpError(400, message, param="chat_template_kwargs")
     if tools:
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    plain = [_message(message, template) for message in messages]
+        variables["tools"] = [template_tool(tool.model_dump(exclude_none=True), template) for tool in tools]
+    plain = [template_message(message.model_dump(exclude_none=True), template) for message in messages]
     control = service.control_tokens
     try:
         given = control.marked(plain), body.add_generation_prompt is not False
@@ -102,20 +115,6 @@ def render(
     return [token for part in parts for token in encode(service.tokenizer, part)]
 
 
-def _message(message: Message, template: str) -> dict[str, Any]:
-    """A message as chat templates expect it: plain text, and tool calls with their arguments as objects."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    plain.setdefault("content", "")
-    if message.role == "developer" and "developer" not in template:
-        plain["role"] = "system"
-    for call in plain.get("tool_calls", ()):
-        with contextlib.suppress(ValueError, RecursionError):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-    return plain
-
-
 class ChatWriter(Writer):
     """Formats a job as chat completions."""
 
@@ -123,10 +122,11 @@ class ChatWriter(Writer):
 
     _body: ChatBody
 
-    def __init__(self, service: Service, job: Job, body: ChatBody, form: Form) -> None:
+    def __init__(self, service: Service, job: Job, body: ChatBody, parsers: list[Parser]) -> None:
         super().__init__(service, job, body)
-        self._readers = [ToolReader(form) for _ in job.choices]
+        self._parsers, self._deltas = parsers, [Deltas() for _ in parsers]
         self._has_role = [False] * len(job.choices)
+        self._num_reasoning_tokens = 0
 
     def whole(self) -> dict[str, Any]:
         document = super().whole()
@@ -134,34 +134,42 @@ class ChatWriter(Writer):
             document["prompt_token_ids"] = self.job.prompts[0]
         return document
 
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._service.dialect.thinking != "none":
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+        return usage
+
+    def _events(self, index: int, source: "Choice | Update") -> tuple[list[Event], str | None]:
+        """What the new tokens say, and the finish reason."""
+        parser, events, finish_reason = self._parsers[index], list[Event](), source.finish_reason
+        for text in source.texts:
+            events += parser.feed(text)
+            self._num_reasoning_tokens += parser.is_thinking
+        if finish_reason is not None:
+            events += parser.feed("", is_last=True, is_cut=finish_reason == "length")
+        has_called = finish_reason == "stop" and parser.num_calls
+        return events, "tool_calls" if has_called else finish_reason
+
     def _choice(self, index: int) -> dict[str, Any]:
         choice = self.job.choices[index]
-        content, calls = self._readers[index].add(choice.text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        finish_reason = choice.finish_reason
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-        entry = {"index": index, "message": message, "finish_reason": finish_reason}
+        events, finish_reason = self._events(index, choice)
+        entry = {"index": index, "message": message_of(events), "finish_reason": finish_reason}
         return entry | self._token_fields(choice) | self._details(choice)
 
     def _chunks(self, index: int, update: "Update", is_last: bool) -> list[dict[str, Any]]:
-        chunks, reader = [], self._readers[index]
+        chunks = []
         if not self._has_role[index]:
             self._has_role[index] = True
             delta: dict[str, Any] = {"role": "assistant", "content": ""}
             chunks.append(self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
             if self._body.return_token_ids and not any(self._has_role[:index]):
                 chunks[0]["prompt_token_ids"] = self.job.prompts[0]
-        finish_reason: str | None = update.finish_reason
-        text, calls = reader.add(update.text, is_last=finish_reason is not None)
-        if finish_reason == "stop" and reader.num_calls:
-            finish_reason = "tool_calls"
-        if not (text or calls or finish_reason or (self._wants_all and update.token_ids)):
+        events, finish_reason = self._events(index, update)
+        delta = self._deltas[index].of(events)
+        if not (delta or finish_reason or (self._wants_all and update.token_ids)):
             return chunks
-        delta = {"content": text} if text or not calls else {}
-        if calls:
-            delta["tool_calls"] = calls
+        delta = delta or {"content": ""}
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason} | self._token_fields(update)
         return [*chunks, self._chunk(choice, update, is_last)]
 

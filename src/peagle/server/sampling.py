@@ -15,12 +15,12 @@ MAX_CHOICES = 5_000
 
 
 def sampling_params(
-    body: Body, *, max_tokens: int, num_logprobs: int | None, grammar: Grammar | None = None, stop: tuple[str, ...] = ()
+    body: Body, *, max_tokens: int, num_logprobs: int | None, stop: tuple[str, ...] = (), **more: Any
 ) -> SamplingParams:
-    """`max_tokens` is already resolved; `stop` is added to the body's own stop strings."""
+    """`max_tokens` is already resolved; `stop` is added to the body's own stop strings; `more` is taken as it is."""
     values: dict[str, Any] = dict(OPENAI_DEFAULTS)
     values |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
-    values |= {"max_tokens": max_tokens, "logprobs": num_logprobs, "grammar": grammar}
+    values |= {"max_tokens": max_tokens, "logprobs": num_logprobs} | more
     values["seed"] = secrets.randbits(62) if body.seed is None else body.seed % 2**63
     own = [body.stop] if isinstance(body.stop, str) else body.stop or []
     values["stop"] = tuple(dict.fromkeys([*own, *stop]))

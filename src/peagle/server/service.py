@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from peagle.checkpoint.card import baseline_of
+from peagle.dialects.dialect import dialect_of
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.backend import Backend
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 WARMUP_TOKENS = 4
 MAX_COMPILING = 4
 """Grammars that compile at the same time, abandoned ones included; further requests wait."""
+END_TOKENS = 16
+"""Tokens at the end of a prompt that say whether it opens a block of thinking."""
 STATS_SECONDS = 5.0
 """A scrape waits this long for the engine's counters, then shows those of the scrape before."""
 
@@ -106,6 +109,7 @@ class Service(Backend):
         self.chat_template = template if isinstance(template, str) else "\n".join(template.values())
         """source of the target's chat template, or of all of them joined"""
         self.control_tokens = ControlTokens(self.tokenizer, self.chat_template)
+        self.dialect = dialect_of(self.chat_template)
         self._max_characters = self.max_length * max(map(len, self.tokenizer.get_vocab()), default=1)
         self.method = None if engine.drafter is None else engine.drafter.config.method
         self.drafter_name = self.method and (drafter_name or target.shipped_drafter_name or self.method)
@@ -165,6 +169,15 @@ class Service(Backend):
         """Token ids of a text, with special tokens unless `add_special_tokens` is False."""
         is_special = add_special_tokens is not False
         return list(self.tokenizer(self.check_length(text), add_special_tokens=is_special, verbose=False)["input_ids"])
+
+    def end_of(self, prompt: list[int]) -> str:
+        """The last characters of a prompt, with special tokens."""
+        return str(self.tokenizer.decode(prompt[-END_TOKENS:], clean_up_tokenization_spaces=False))
+
+    def token_ids(self, texts: Collection[str]) -> frozenset[int]:
+        """The special tokens among these."""
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(token_id for token_id, each in added.items() if each.special and each.content in texts)
 
     def room(self, prompts: Sequence[Sequence[int]], asked: int | None, param: str) -> int:
         """The max_tokens of a request: `asked`, or all that fits after the longest prompt."""
