@@ -300,3 +300,13 @@ def test_reading_modules_import_neither_torch_nor_transformers():
 
 def test_special_tokens_of_the_tiny_tokenizer_have_the_first_ids():
     assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, IM_END]
+
+
+def test_shown_special_tokens_keep_their_text_in_a_stream():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("the <|im_start|>user\u00e9<|endoftext|> as<|im_end|>\U0001f600", add_special_tokens=False)[
+        "input_ids"
+    ]
+    detokenizer = IncrementalDetokenizer(tokenizer, shown_ids=frozenset({1}))
+    text = "".join(detokenizer.add([token_id]) for token_id in ids) + detokenizer.finish()
+    assert text == "the <|im_start|>user\u00e9 as\U0001f600", "others have none"

@@ -110,6 +110,7 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
+        object.__setattr__(self, "shown_token_ids", frozenset(self.shown_token_ids))
         # Some limits only keep numbers within the GPU's types.
         require(self.max_tokens >= 1, "max_tokens", "at least 1")
         require(self.max_tokens < 2**31, "max_tokens", "below 2**31")
