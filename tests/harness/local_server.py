@@ -14,6 +14,7 @@ import pytest
 
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.engine.llm import LLM
+from peagle.responses.route import RESPONSES_ROUTE
 from peagle.sagemaker.serving import SAGEMAKER_ROUTES
 from peagle.server.app import create_app
 from peagle.server.auth import ApiKeys
@@ -94,7 +95,7 @@ def running(
     own = ServerSettings(port=0, **settings)
     listener = bind(own)
     lifecycle = Lifecycle(own, load, lambda llm: Service(llm, own))
-    server = Server(create_app(own, ApiKeys(keys), lifecycle, SAGEMAKER_ROUTES), lifecycle)
+    server = Server(create_app(own, ApiKeys(keys), lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE)), lifecycle)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread.start()

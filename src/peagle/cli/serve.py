@@ -134,6 +134,7 @@ def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
 
 
 def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
+    from peagle.responses.route import RESPONSES_ROUTE
     from peagle.sagemaker.serving import SAGEMAKER_ROUTES
     from peagle.server.app import create_app
     from peagle.server.lifecycle import Lifecycle, serve
@@ -148,7 +149,7 @@ def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
         lambda: load(arguments),
         lambda llm: Service(llm, settings, Path(drafter).name if drafter else None),
     )
-    return serve(create_app(settings, keys, lifecycle, SAGEMAKER_ROUTES), lifecycle, listener)
+    return serve(create_app(settings, keys, lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE)), lifecycle, listener)
 
 
 def load(arguments: Arguments) -> "LLM":

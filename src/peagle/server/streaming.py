@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -72,6 +72,11 @@ class EventStream(Response):
         self._events = events
         self._keep_alive, self._seconds = settings.keep_alive_seconds, settings.request_seconds
         self._sent_at = 0.0
+
+    def translated(self, translate: Callable[[AsyncGenerator[bytes, None]], AsyncGenerator[bytes, None]]) -> Self:
+        """This stream with its events translated. The new generator closes the old one."""
+        self._events = translate(self._events)
+        return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = asyncio.ensure_future(anext(self._events, None))
