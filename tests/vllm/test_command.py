@@ -307,7 +307,7 @@ def test_a_key_of_the_speculative_config_that_is_ours_or_cannot_work_is_refused_
         (["--speculative-config", "{"], "--speculative-config is not valid JSON"),
         (["--speculative-config", "[]"], "--speculative-config must be a JSON object, got '[]'"),
         (["--speculative-config", '{"parallel_drafting": "no"}'], "parallel_drafting must be true or false, got 'no'"),
-        (["--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens cannot be set here"),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], "num_speculative_tokens must be a whole number"),
         (["--speculative-config.method", "ngram"], "--speculative-config.method is not supported"),
         (["--max-model-len", "5"], "--max-model-len is 5, but max_length is 64"),
     ],

@@ -15,7 +15,7 @@ import tyro
 from peagle.console.arguments import DrafterArguments, parse
 from peagle.errors import ConfigError
 from peagle.vllm.command import TESTED, Installed, Parallelism, VllmSettings
-from peagle.vllm.flags import split_words, with_flags
+from peagle.vllm.flags import drafter_in, split_words, with_flags
 from peagle.vllm.form import prepare
 from peagle.vllm.manifests import Deployment, render
 from peagle.vllm.models import find_models
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     vllm = Installed(arguments.vllm_version.removeprefix("v"))
     models = find_models(
         arguments.target,
-        arguments.drafter.drafter,
+        drafter_in(words, arguments.drafter.drafter),
         wants_drafter=arguments.num_draft_tokens != 0,
         max_length=arguments.max_length,
         here=False,

@@ -18,11 +18,12 @@ import tyro
 from peagle.console.arguments import ModelArguments, parse, with_positional
 from peagle.console.progress import working
 from peagle.errors import ConfigError, MissingExtraError
-from peagle.sagemaker.conventions import Conventions, read_conventions
+from peagle.sagemaker.conventions import SPECULATION, Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
 from peagle.server.settings import ServerOptions, ServerSettings
 from peagle.vllm.command import Installed, Parallelism, VllmSettings
-from peagle.vllm.flags import split_words, with_flags
+from peagle.vllm.flags import drafter_in, split_words, with_flags
+from peagle.vllm.speculation import Speculation
 
 if TYPE_CHECKING:
     import socket
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
     keys = read_keys(arguments.settings.api_key_file, os.environ, more)
     if is_vllm:
         return serve_vllm(arguments, keys, [*conventions.unmatched_words, *words])
-    return serve_native(arguments, keys)
+    return serve_native(arguments, keys, conventions.speculation)
 
 
 def with_conventions(arguments: Arguments, conventions: Conventions) -> Arguments:
@@ -133,7 +134,7 @@ def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
 # Our own engine ---------------------------------------------------------------------------------------------------
 
 
-def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
+def serve_native(arguments: Arguments, keys: "ApiKeys", asked: Speculation) -> int:
     from peagle.responses.route import RESPONSES_ROUTE
     from peagle.sagemaker.serving import SAGEMAKER_ROUTES
     from peagle.server.app import create_app
@@ -146,19 +147,19 @@ def serve_native(arguments: Arguments, keys: "ApiKeys") -> int:
     listener = listen(settings, keys)
     lifecycle: Lifecycle[Service] = Lifecycle(
         settings,
-        lambda: load(arguments),
+        lambda: load(arguments, asked),
         lambda llm: Service(llm, settings, Path(drafter).name if drafter else None),
     )
     return serve(create_app(settings, keys, lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE)), lifecycle, listener)
 
 
-def load(arguments: Arguments) -> "LLM":
+def load(arguments: Arguments, asked: Speculation) -> "LLM":
     from peagle.engine.llm import LLM
 
     drafter: Any = arguments.drafter.drafter or "auto"
     target = arguments.target.load()
     with working("starting the engine"):
-        return LLM(
+        llm = LLM(
             target,
             drafter,
             arguments.num_draft_tokens,
@@ -167,6 +168,8 @@ def load(arguments: Arguments) -> "LLM":
             capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
             **asdict(arguments.engine),
         )
+    asked.check_kind(llm.drafter and llm.drafter.config.parallel, SPECULATION)
+    return llm
 
 
 # vLLM -------------------------------------------------------------------------------------------------------------
@@ -190,7 +193,8 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
     def load_vllm() -> "Served":
         target, engine = arguments.target.target, arguments.engine
         wants_drafter = arguments.num_draft_tokens != 0
-        models = find_models(target, drafter.drafter, wants_drafter=wants_drafter, max_length=engine.max_length)
+        source = drafter_in(words, drafter.drafter)
+        models = find_models(target, source, wants_drafter=wants_drafter, max_length=engine.max_length)
         given = vllm_settings(arguments, models, words)
         prepared = prepare(models, given, interpreter.vllm, allow_mismatch=drafter.allow_mismatch)
         return start(process, models, prepared, engine.max_waiting)

@@ -10,7 +10,15 @@ from typing import Literal
 from peagle.checkpoint.pairing import target_of
 from peagle.errors import ConfigError
 from peagle.sagemaker.checks import check_instance
-from peagle.sagemaker.conventions import DRAFT_DIRECTORY, MODEL_DIRECTORY, PREFIX, Engine, variables
+from peagle.sagemaker.conventions import (
+    DRAFT_DIRECTORY,
+    MODEL_DIRECTORY,
+    PREFIX,
+    SPECULATION,
+    Engine,
+    variables,
+    without_speculation,
+)
 from peagle.sagemaker.files import Upload, read_directory
 from peagle.sagemaker.images import GPU_AMI, num_gpus, read_image, reads_lists, vllm_image, vllm_release, vllm_tag
 from peagle.sagemaker.plan import MAX_STARTUP_SECONDS, STARTUP_SECONDS, Deployment, Host, read_pairs
@@ -58,6 +66,7 @@ def choose(
 
     `instances` lists the instance types that endpoints support.
     """
+    serving, given = _with_speculation(serving, read_pairs("--env", serving.env))
     role = host.role or os.environ.get(ROLE_VARIABLE)
     if not role:
         raise ConfigError(
@@ -75,7 +84,6 @@ def choose(
         raise ConfigError("no instance type", hint="pass --instance, for example --instance ml.g6e.2xlarge")
     check_instance(instance, instances)
     gpus = num_gpus(instance)
-    given = read_pairs("--env", serving.env)
     engine, image = _engine_and_image(region, serving, instance, gpus)
     tag = vllm_tag(read_image(image, region)["tag"], is_aws=serving.image is None or "/" not in serving.image)
     models, target, drafter = _models(name, serving, engine, tag)
@@ -96,6 +104,18 @@ def choose(
         startup_seconds=_startup_seconds(entry, target),
         smoke_test=smoke_test,
     )
+
+
+def _with_speculation(serving: Serving, given: Mapping[str, str]) -> tuple[Serving, dict[str, str]]:
+    """Options and variables, with what --env SM_VLLM_SPECULATIVE_CONFIG says among the options."""
+    asked, given = without_speculation(given)
+    if None not in (asked.drafter, serving.drafter) and asked.drafter != serving.drafter:
+        raise ConfigError(
+            f"--env {SPECULATION} names the drafter {asked.drafter}, but --drafter is {serving.drafter}",
+            hint="name one drafter",
+        )
+    number = asked.draft_tokens(serving.num_draft_tokens)
+    return replace(serving, drafter=serving.drafter or asked.drafter, num_draft_tokens=number), given
 
 
 def _engine_and_image(region: str, serving: Serving, instance: str, gpus: int | None) -> tuple[Engine, str]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import json_object
-from peagle.errors import ConfigError, nearest
+from peagle.errors import ConfigError
 from peagle.vllm.command import Installed, VllmSettings, command, resolve_num_draft_tokens
 from peagle.vllm.flags import FOLDED, SWITCHES, fraction, one_value, read_flags, whole, with_flags
+from peagle.vllm.speculation import Speculation, read_speculation
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ Engine = Literal["vllm", "native"]
 Flags = dict[str, tuple[str, ...]]
 
 PREFIX = "SM_VLLM_"
+SPECULATION = f"{PREFIX}SPECULATIVE_CONFIG"
 PORT = 8080
 ROOT_VARIABLE = "PEAGLE_ML_ROOT"
 """Replaces /opt/ml."""
@@ -71,9 +72,6 @@ NATIVE: dict[str, tuple[Literal["server", "engine"], str, Callable[[str, str], A
     "--gpu-memory-utilization": ("engine", "memory_share", fraction),
 }
 """vLLM options that are fields of ServerSettings or EngineOptions."""
-METHODS = ("eagle3", "eagle", "p-eagle")
-DEPTH_KEYS = ("prediction_depth", "depth")
-TREE_KEYS = ("num_parallel_trees", "parallel_trees", "num_trees")
 DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -140,6 +138,19 @@ def _objects(text: str) -> list[str]:
 # What deploy writes.
 
 
+def without_speculation(given: Mapping[str, str]) -> tuple[Speculation, dict[str, str]]:
+    """Take what peagle's options also say out of SM_VLLM_SPECULATIVE_CONFIG; other keys stay in the variables."""
+    text = given.get(SPECULATION)
+    if text is None or is_off(text):
+        return Speculation(), dict(given)
+    found = read_speculation(text, SPECULATION)
+    rest = found.rest if found.parallel is None else found.rest | {"parallel_drafting": found.parallel}
+    if found.drafter == DRAFT_DIRECTORY:  # where the uploaded drafter will be
+        found = replace(found, drafter=None)
+    others = {name: value for name, value in given.items() if name != SPECULATION}
+    return found, others | ({SPECULATION: json.dumps(rest)} if rest else {})
+
+
 def variables(
     settings: VllmSettings,
     engine: Engine,
@@ -160,9 +171,13 @@ def variables(
             raise ConfigError(f"--env {name} cannot be set", hint=REFUSED[name])
     model: Flags = {} if is_uploaded else {"--model": (settings.target,)}
     if engine == "native":
+        given = dict(given)
+        if (config := given.get(SPECULATION)) is not None and not (asked := read_speculation(config, SPECULATION)).rest:
+            asked.check_kind(settings.drafter and settings.drafter.parallel, SPECULATION)
+            del given[SPECULATION]  # nothing is left of it that the options below do not say
         found = {variable_of(flag): value_of(values) for flag, values in (model | _native_flags(settings)).items()}
         for name in given:
-            if name in found or name == f"{PREFIX}SPECULATIVE_CONFIG":
+            if name in found or name == SPECULATION:
                 raise ConfigError(
                     f"--env {name} conflicts with the options of this command",
                     hint="use --target, --drafter, --num-draft-tokens, --max-length",
@@ -227,6 +242,7 @@ class Conventions:
     target: str | None = None
     drafter: str | None = None
     num_draft_tokens: int | None = None
+    speculation: Speculation = field(default_factory=Speculation)
     dtype: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     server: dict[str, Any] = field(default_factory=dict)
@@ -293,7 +309,10 @@ def _translate(flags: Flags, sources: Path, is_container: bool) -> Conventions:
         if flags.pop(flag, None) is not None:
             fields["engine"]["reuse_prefixes"] = is_on
     target, dtype, keys = text("--model"), text("--dtype"), flags.pop("--api-key", ())
-    drafter, num_draft_tokens, rest = _read_speculation(text("--speculative-config"), sources)
+    speculation = _read_speculation(text("--speculative-config"), sources)
+    rest = speculation.rest
+    # vLLM is told the kind of a drafter; our own engine reads it from the drafter's config.json.
+    for_vllm = rest if speculation.parallel is None else rest | {"parallel_drafting": speculation.parallel}
     for flag in ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"):
         if flags.get(flag) == ("1",):
             del flags[flag]
@@ -301,67 +320,28 @@ def _translate(flags: Flags, sources: Path, is_container: bool) -> Conventions:
     return Conventions(
         is_container=is_container,
         target=target,
-        drafter=drafter,
-        num_draft_tokens=num_draft_tokens,
+        drafter=speculation.drafter,
+        num_draft_tokens=speculation.draft_tokens(None),
+        speculation=speculation,
         dtype=DTYPES.get(dtype, dtype) if dtype else None,
         api_keys=keys,
         server=fields["server"],
         engine=fields["engine"],
         unmatched=tuple(sorted([*flags, *(f"--speculative-config {key}" for key in rest)])),
-        unmatched_words=(*words, *(("--speculative-config", json.dumps(rest)) if rest else ())),
+        unmatched_words=(*words, *(("--speculative-config", json.dumps(for_vllm)) if for_vllm else ())),
     )
 
 
-def _read_speculation(text: str | None, sources: Path) -> tuple[str | None, int | None, dict[str, Any]]:
-    """Drafter, number of draft tokens, and keys without an equivalent, from vLLM's speculative config."""
+def _read_speculation(text: str | None, sources: Path) -> Speculation:
+    """vLLM's speculative config, with the drafter of the additional data source filled in."""
     channel = str(sources / DRAFT_CHANNEL) if (sources / DRAFT_CHANNEL).is_dir() else None
     if text is None:
-        return channel, None, {}
-    name = variable_of("--speculative-config")
-    config = json_object(text, name)
-    method = config.pop("method", "eagle3")
-    if method not in METHODS:
-        raise ConfigError(f"{name}: the method {method!r} is not supported", hint="use 'eagle3'")
-    drafter = config.pop("model", None)
-    if drafter is not None and not isinstance(drafter, str):
-        raise ConfigError(f"{name}: model must be a string, got {drafter!r}")
+        return Speculation(channel)
+    found = read_speculation(text, SPECULATION)
+    drafter = found.drafter
     if drafter and (sources / drafter).is_dir():
         drafter = str(sources / drafter)
-    config.pop("parallel_drafting", None)  # the drafter's config.json says which kind it is
-    num_draft_tokens = _count(config.pop("num_speculative_tokens", None), f"{name}: num_speculative_tokens")
-    depth = _depth(config.pop("parallel_drafting_spec", None), f"{name}: parallel_drafting_spec")
-    if depth is not None and num_draft_tokens not in (None, depth):
-        raise ConfigError(
-            f"{name}: num_speculative_tokens is {num_draft_tokens}, but parallel_drafting_spec has depth {depth}",
-            hint="both set the number of draft tokens; remove one",
-        )
-    if config.get("draft_tensor_parallel_size") == 1:
-        del config["draft_tensor_parallel_size"]
-    return drafter or channel, num_draft_tokens if depth is None else depth, config
-
-
-def _depth(spec: Any, name: str) -> int | None:
-    """The number of draft tokens in the block that AWS's articles use: parallel trees and their depth."""
-    if spec is None:
-        return None
-    if not isinstance(spec, dict):
-        raise ConfigError(f"{name} must be a JSON object, got {spec!r}")
-    for key in spec:
-        if key not in DEPTH_KEYS + TREE_KEYS:
-            raise ConfigError(f"{name}: unknown key {key!r}", hint=nearest(key, DEPTH_KEYS + TREE_KEYS))
-    for key in TREE_KEYS:
-        if _count(spec.get(key), f"{name}: {key}") not in (None, 1):
-            raise ConfigError(
-                f"{name}: {key} is {spec[key]}, but draft trees are not supported",
-                hint="use 1: one sequence of draft tokens",
-            )
-    depths = [_count(spec[key], f"{name}: {key}") for key in DEPTH_KEYS if key in spec]
-    return depths[0] if depths else None
-
-
-def _count(value: Any, name: str) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return value
+    rest = dict(found.rest)
+    if rest.get("draft_tensor_parallel_size") == 1:
+        del rest["draft_tensor_parallel_size"]
+    return replace(found, drafter=drafter or channel, rest=rest)

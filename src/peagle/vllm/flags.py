@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from peagle.config import json_object
 from peagle.errors import ConfigError
 from peagle.vllm.command import IS_FLAG, DrafterFacts, VllmSettings
+from peagle.vllm.speculation import Speculation, read_speculation
 
 REFUSED_FLAGS = {
     "--model": "use peagle's own TARGET",
@@ -25,15 +25,12 @@ REFUSED_FLAGS = {
     "--ssl-certfile": "vLLM listens on a private socket; terminate TLS in front of peagle",
 }
 REFUSED_SPECULATION = {
-    "method": "it follows from the drafter's files",
-    "model": "use peagle's --drafter",
-    "num_speculative_tokens": "use peagle's --num-draft-tokens",
-    "parallel_drafting_spec": "vLLM does not have it; use peagle's --num-draft-tokens",
     "speculative_token_tree": "P-EAGLE drafts one chain of tokens, and vLLM no longer has trees",
     "num_speculative_tokens_per_batch_size": "with parallel drafting vLLM drafts wrongly with fewer tokens than "
     "the largest number",
     "disable_padded_drafter_batch": "parallel drafting needs the padded batch",
 }
+SPECULATION = "--speculative-config"
 ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -98,8 +95,12 @@ def with_flags(settings: VllmSettings, words: list[str]) -> VllmSettings:
     for flag, values in read_flags(words).items():
         if flag in REFUSED_FLAGS:
             raise ConfigError(f"{flag} cannot be passed to vLLM here", hint=REFUSED_FLAGS[flag])
-        if flag == "--speculative-config":
-            speculation |= read_speculation(one_value(flag, values))
+        if flag == SPECULATION:
+            asked = speculation_in(words)
+            speculation |= asked.rest
+            changes["num_draft_tokens"] = asked.draft_tokens(settings.num_draft_tokens)
+            if asked.parallel is not None:
+                speculation["parallel_drafting"] = asked.parallel
         elif flag.startswith("--speculative-config."):
             raise ConfigError(f"{flag} is not supported", hint="pass --speculative-config as one JSON object")
         elif flag in SWITCHES:
@@ -119,12 +120,10 @@ def with_flags(settings: VllmSettings, words: list[str]) -> VllmSettings:
     return replace(settings, **changes, drafter=drafter, extra=extra, speculation=speculation)
 
 
-def _of_kind(drafter: DrafterFacts | None, parallel: Any) -> DrafterFacts | None:
+def _of_kind(drafter: DrafterFacts | None, parallel: bool | None) -> DrafterFacts | None:
     """The drafter, P-EAGLE or EAGLE-3 as the speculative config says."""
     if drafter is None or parallel is None:
         return drafter
-    if not isinstance(parallel, bool):
-        raise ConfigError(f"--speculative-config: parallel_drafting must be true or false, got {parallel!r}")
     if parallel and drafter.parallel is False:
         raise ConfigError(
             "--speculative-config: parallel_drafting is true, but the drafter is EAGLE-3",
@@ -154,12 +153,22 @@ def read_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
     return flags
 
 
-def read_speculation(text: str) -> dict[str, Any]:
-    config = json_object(text, "--speculative-config")
+def speculation_in(words: list[str]) -> Speculation:
+    """The speculative config among vLLM's options; an empty one if there is none."""
+    values = read_flags(words).get(SPECULATION)
+    found = Speculation() if values is None else read_speculation(one_value(SPECULATION, values), SPECULATION)
     for key, why in REFUSED_SPECULATION.items():
-        if config.get(key) is not None and config[key] is not False:
-            raise ConfigError(f"--speculative-config: {key} cannot be set here", hint=why)
-    return {key: value for key, value in config.items() if key not in REFUSED_SPECULATION and value is not None}
+        if key in found.rest and found.rest[key] is not False:
+            raise ConfigError(f"{SPECULATION}: {key} cannot be set here", hint=why)
+    return replace(found, rest={key: value for key, value in found.rest.items() if key not in REFUSED_SPECULATION})
+
+
+def drafter_in(words: list[str], given: str | None) -> str | None:
+    """The drafter: `given`, or that of the speculative config among vLLM's options."""
+    named = speculation_in(words).drafter
+    if None not in (named, given) and named != given:
+        raise ConfigError(f"{SPECULATION} names the drafter {named}, but --drafter is {given}", hint="name one drafter")
+    return given or named
 
 
 def one_value(flag: str, values: tuple[str, ...]) -> str:
