@@ -168,7 +168,7 @@ def load(arguments: Arguments, asked: Speculation) -> "LLM":
             capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
             **asdict(arguments.engine),
         )
-    asked.check_kind(llm.drafter and llm.drafter.config.parallel, SPECULATION)
+    asked.check_kind(None if llm.drafter is None else llm.drafter.config, SPECULATION)
     return llm
 
 

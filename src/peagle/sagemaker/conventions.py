@@ -173,7 +173,7 @@ def variables(
     if engine == "native":
         given = dict(given)
         if (config := given.get(SPECULATION)) is not None and not (asked := read_speculation(config, SPECULATION)).rest:
-            asked.check_kind(settings.drafter and settings.drafter.parallel, SPECULATION)
+            asked.check_kind(settings.drafter, SPECULATION)
             del given[SPECULATION]  # nothing is left of it that the options below do not say
         found = {variable_of(flag): value_of(values) for flag, values in (model | _native_flags(settings)).items()}
         for name in given:

@@ -7,7 +7,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from peagle.config import json_object
 from peagle.errors import ConfigError, nearest
@@ -17,6 +17,13 @@ DEPTH_KEYS = ("prediction_depth", "depth")
 TREE_KEYS = ("num_parallel_trees", "parallel_trees", "num_trees")
 USUAL_DRAFT_TOKENS = 3
 """Draft tokens per step where a config names a drafter or a parallel_drafting_spec, but no number."""
+
+
+class Kind(Protocol):
+    """A drafter's configuration."""
+
+    @property
+    def parallel(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,9 @@ class Speculation:
         asked = given if asked is None else asked
         return USUAL_DRAFT_TOKENS if asked is None and self.has_usual_number else asked
 
-    def check_kind(self, parallel: bool | None, name: str) -> None:
-        """Refuse a config that says P-EAGLE of an EAGLE-3 drafter, or the reverse. `parallel`: what the drafter is."""
+    def check_kind(self, drafter: Kind | None, name: str) -> None:
+        """Refuse a config that says P-EAGLE of an EAGLE-3 drafter, or the reverse."""
+        parallel = None if drafter is None else drafter.parallel
         if None not in (self.parallel, parallel) and self.parallel != parallel:
             asked, found = ("P-EAGLE", "EAGLE-3") if self.parallel else ("EAGLE-3", "P-EAGLE")
             raise ConfigError(
