@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from harness.sagemaker_runtime import IMAGE, REGION, ROLE
-from peagle.console.arguments import parse
 from peagle.cli.serve import Arguments, load, with_conventions
+from peagle.console.arguments import parse
 from peagle.errors import ConfigError
 from peagle.sagemaker.conventions import read_conventions
 
