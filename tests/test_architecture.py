@@ -18,6 +18,7 @@ FLOORS = {
     "cli": 13,
     "console": 12,
     "sagemaker": 12,
+    "report": 12,
     "training": 11,
     "bench": 11,
     "vllm": 11,
@@ -32,6 +33,7 @@ FLOORS = {
     "checkpoint": 5,
     "decoding": 5,
     "drafter": 4,
+    "cost": 4,
     "targets": 3,
     "kernels": 2,
     "dialects": 2,
@@ -48,10 +50,12 @@ TORCH_FREE_AREAS = {
     "config",
     "console",
     "dialects",
+    "cost",
     "errors",
     "host_memory",
     "provenance",
     "responses",
+    "report",
     "sagemaker",
     "sampling_params",
     "scheduling",
@@ -72,6 +76,7 @@ TORCH_FREE_MODULES = {
     "peagle.targets.catalog",
     "peagle.targets.catalog_report",
     "peagle.targets.hub",
+    "peagle.targets.prices",
 }
 # transformers is slow to import and loads torch; safetensors itself is light, its torch half is not.
 HEAVY = ("torch", "transformers", "accelerate", "triton", "safetensors.torch")

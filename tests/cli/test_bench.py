@@ -53,6 +53,28 @@ def test_the_engine_decides_how_many_drafts_to_verify_beside_fixed_numbers(bench
     assert all(cell["acceptance_length"] >= 1 and cell["num_divergences"] == 0 for cell in cells[1:])
 
 
+def test_a_price_adds_the_cost_and_a_report_is_written(bench, peagle, on_models, prompts, tmp_path):
+    words = ("--concurrency", 1, "--num-draft-tokens", 2)
+    result = bench(*words, "--json", "--price-per-hour", 0.36, "--report", tmp_path / "report.md")
+    cells, cost = result.json["cells"], result.json["cost"]
+    for cell, priced in zip(cells, cost["cells"], strict=True):
+        by_hand = 0.36 / 3600 / cell["output_tokens_per_second"] * 1e6  # 0.36 dollars per hour: 100 per million seconds
+        assert priced["usd_per_million"] == pytest.approx(by_hand, abs=1e-6)
+    assert cost["price"]["source"] == "given with --price-per-hour" and cost["price"]["date"]
+    text = (tmp_path / "report.md").read_text()
+    assert "## Cost" in text and f"{cells[1]['output_tokens_per_second']:,.1f}" in text
+    assert bench(*words, "--json").json["cost"] is None
+    command = ("bench", "--prompts", prompts, *on_models)
+    for more, message in (
+        (("--price-per-hour", 0), "--price-per-hour must be above 0, got 0"),
+        (("--instance", "ml.p9.huge"), "no price of the instance 'ml.p9.huge' is known"),
+        (("--instance", "ml.g6.xlarge"), "ml.g6.xlarge has L4 GPUs, but this was measured on a CPU"),
+        (("--report", tmp_path / "report.pdf"), "the name must end in .html, .md"),
+    ):
+        refused = peagle(*command, *more)
+        assert refused.status == 2 and message in refused.err, refused.err
+
+
 def test_depths_beyond_a_drafters_training_are_left_out_and_said(bench, peagle, on_models, prompts):
     result = bench("--json", "--num-draft-tokens", "2,99", "--methods", "p-eagle", "--concurrency", 1)
     assert [cell["num_draft_tokens"] for cell in result.json["cells"]] == [2]

@@ -20,9 +20,11 @@ PARALLEL = "--tensor-parallel-size --data-parallel-size --num-nodes"
 SAGEMAKER = (
     "--target --drafter --num-draft-tokens --max-length --allow-mismatch --upload-models --image --engine --env "
     "--role --instance --num-instances --max-instances --target-concurrency --bucket --subnets --security-groups "
-    "--network-isolation --metrics --tags --region --profile --dry-run --no-smoke-test --json"
+    "--network-isolation --metrics --tags --region --profile --dry-run --no-smoke-test --json "
+    "--price-per-hour --max-tpot --training-hours --measured"
 )
 API_KEY = "--api-key-file"
+COST = "--price-per-hour --max-tpot --training-hours"
 
 FLAGS = {
     "generate": (f"--compare --no-compare --raw --no-raw --system --json --no-json {SAMPLING} {TARGET} {DRAFTER}"),
@@ -33,19 +35,20 @@ FLAGS = {
     "bench": (
         "--prompts --limit --methods --num-draft-tokens --concurrency --num-requests --max-tokens --temperature --seed "
         "--anchors --dummy --eagle3-drafter "
-        f"--json --plot {TARGET} {DRAFTER}"
+        f"--json --plot --report --instance {COST} {TARGET} {DRAFTER}"
     ),
     "bench serve": (
         "--prompts --limit --endpoint --model --concurrency --request-rate --num-requests "
         "--max-tokens --ignore-eos --temperature --seed --extra-body --goodput "
-        "--ready-seconds --json --detailed --plot "
-        f"{API_KEY}"
+        "--ready-seconds --json --detailed --plot --report "
+        f"--instance {COST} {API_KEY}"
     ),
     "catalog": "--json",
     "serve": (
         "--engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
         f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python"
     ),
+    "report": "--output",
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (
         "--output --num-answers --num-tokens --seconds --given --max-batch --max-length --temperatures --keep-cut "
@@ -84,6 +87,7 @@ ARGUMENTS = {
     "catalog": "[NAME]",
     "bench serve": "[URL]",
     "serve": "[TARGET]",
+    "report": "RESULT.json ...",
     "top": "[URL]",
     "data inspect": "DATA",
     "export": "[DRAFTER]",
@@ -124,6 +128,7 @@ def test_usage_of(peagle, command):
     usage = text.splitlines()[0]
     few = {  # few options are written out
         "catalog": "[NAME] [--json]",
+        "report": "RESULT.json ... [--output PATH]",
         "deploy sagemaker status": "NAME [--bucket STR] [--json] [--region STR] [--profile STR]",
         "deploy sagemaker delete": "NAME [--bucket STR] [--logs] [--dry-run] [--region STR] [--profile STR]",
     }

@@ -5,9 +5,9 @@ The plot of an offline sweep shows throughput and speedup against concurrency.
 
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from peagle.bench.cells import PLAIN
 from peagle.bench.report import check_output, title
@@ -41,8 +41,12 @@ FAR = 18
 
 def check_plot(path: Path) -> None:
     check_output("--plot", path, PLOT_SUFFIXES)
+    check_plot_library("--plot")
+
+
+def check_plot_library(flag: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "bench", "--plot")
+        raise MissingExtraError("matplotlib", "bench", flag)
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
@@ -79,7 +83,7 @@ def _heading(document: dict[str, Any]) -> str:
     return f"{title(document)}\n{drafters}; {hardware_of(document)}"
 
 
-def hardware_of(document: dict[str, Any]) -> str:
+def hardware_of(document: Mapping[str, Any]) -> str:
     hardware = document["provenance"]["hardware"]
     return hardware["accelerator"] or f"{hardware['processor']}, {hardware['num_cores']} cores"
 
@@ -206,7 +210,7 @@ def value_at(axes: "Axes", x: float, y: float, color: str) -> Any:
     )
 
 
-def save(figure: "Figure", labels: Sequence[Any], path: Path) -> None:
+def save(figure: "Figure", labels: Sequence[Any], path: Path | BinaryIO, **options: Any) -> None:
     """Write the figure, with every label at a place free of other labels and of markers.
 
     A label without a free place is left out: the table has its value.
@@ -236,4 +240,4 @@ def save(figure: "Figure", labels: Sequence[Any], path: Path) -> None:
         else:
             label.set_visible(False)
     figure.set_layout_engine("none")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, **options)

@@ -28,7 +28,9 @@ from peagle.console.arguments import (
     parse,
 )
 from peagle.console.progress import progress_bar
+from peagle.cost import MeasuredCost, cost_lines
 from peagle.errors import CheckpointError, ConfigError, nearest
+from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Arguments(ModelArguments):
     """print one JSON document as the last line of stdout, instead of tables"""
     plot: Path | None = None
     """plot throughput against concurrency into this file (.png, .svg or .pdf)"""
+    report: Path | None = None
+    """write a report with charts into this file (.html or .md)"""
     anchors: bool = False
     """also measure transformers: eager, static compiled and continuous batching"""
     eagle3_drafter: str | None = None
@@ -62,6 +66,7 @@ class Arguments(ModelArguments):
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
+    cost: MeasuredCost = field(default_factory=MeasuredCost)
 
 
 def main(argv: list[str]) -> int:
@@ -75,9 +80,13 @@ def main(argv: list[str]) -> int:
     facts, interrupt = run(arguments, results)
     document = document_of(results, **facts, is_interrupted=interrupt is not None)
     document |= {"verdict": sweep_verdict(document["cells"]), "recommended": best_by_concurrency(document["cells"])}
-    print_document(document, arguments.json, *tables(document), verdict=document["verdict"])
+    document = arguments.cost.added_to(document)
+    verdict = [each for each in (document["verdict"], *cost_lines(document["cost"] or {})) if each]
+    print_document(document, arguments.json, *tables(document), verdict="\n".join(verdict) or None)
     if arguments.plot is not None and any(result.answers for result in results):
         plot(document, arguments.plot)
+    if arguments.report is not None and any(result.answers for result in results):
+        write_report([document], arguments.report)
     if interrupt is not None:
         raise interrupt
     return 1 if any(result.failure and result.cell.method in METHODS for result in results) else 0
@@ -87,6 +96,8 @@ def checked(arguments: Arguments) -> Arguments:
     """Refuse invalid and contradictory options before anything is loaded; fill in the drafter's target."""
     if arguments.plot is not None:
         check_plot(arguments.plot)
+    if arguments.report is not None:
+        check_report("--report", arguments.report)
     for method in arguments.methods:
         if method not in METHODS:
             raise ConfigError(f"no method {method!r}", hint=nearest(method, METHODS))
@@ -97,6 +108,7 @@ def checked(arguments: Arguments) -> Arguments:
         if least < 1:
             raise ConfigError(f"{name} must be at least 1, got {least}")
     _check_dummy(arguments)
+    arguments.cost.price(arguments.cost.instance)
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens != AUTO and not drafted:
         raise ConfigError("--num-draft-tokens needs a method that drafts", hint="add p-eagle or eagle3 to --methods")
@@ -244,6 +256,7 @@ def measure(
     results: list[CellResult],
 ) -> KeyboardInterrupt | None:
     """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
+    arguments.cost.check(accelerator(target))
     concurrency, max_tokens = arguments.concurrency, params.max_tokens
     num_anchors = NUM_ANCHORS * len(concurrency) if arguments.anchors else 0
     with progress_bar() as progress:

@@ -19,9 +19,11 @@ from peagle.bench.report import print_document
 from peagle.config import json_object
 from peagle.console.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
 from peagle.console.progress import progress_bar
+from peagle.cost import MeasuredCost, cost_lines
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError
+from peagle.report.build import check_report, write_report
 
 DEFAULT_CONCURRENCY = (1, 8, 32)
 
@@ -62,8 +64,11 @@ class Arguments:
     """with --json: include times, lengths and text of every request"""
     plot: Path | None = None
     """plot throughput and TPOT into this file (.png, .svg or .pdf)"""
+    report: Path | None = None
+    """write a report with charts into this file (.html or .md)"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     key: KeyArguments = field(default_factory=KeyArguments)
+    cost: MeasuredCost = field(default_factory=MeasuredCost)
 
 
 def main(argv: list[str]) -> int:
@@ -93,9 +98,13 @@ def main(argv: list[str]) -> int:
     }
     question = replace(question, model=model)
     document = document_of(results, question, goals=goals, is_detailed=arguments.detailed, **facts)
-    print_document(document, arguments.json, *tables(document))
+    document = arguments.cost.added_to(document)
+    shown = "\n".join(cost_lines(document["cost"] or {})) or None
+    print_document(document, arguments.json, *tables(document), verdict=shown)
     if arguments.plot is not None and any(row["output_throughput"] for row in document["results"]):
         plot(document, arguments.plot)
+    if arguments.report is not None and any(row["output_throughput"] for row in document["results"]):
+        write_report([document], arguments.report)
     if interrupt is not None:
         raise interrupt
     return 0 if all(result.answered for result in results) else 1
@@ -108,10 +117,13 @@ def check(arguments: Arguments) -> dict[str, Any]:
     if (least := min(arguments.concurrency or (1,))) < 1:
         raise ConfigError(f"--concurrency must be at least 1, got {least}")
     require_at_least(arguments, 0, "ready_seconds")
+    arguments.cost.price(arguments.cost.instance)
     if arguments.detailed and not arguments.json:
         raise ConfigError("--detailed needs --json", hint="add --json")
     if arguments.plot is not None:
         check_plot(arguments.plot)
+    if arguments.report is not None:
+        check_report("--report", arguments.report)
     more = json_object(arguments.extra_body or "{}", "--extra-body")
     if {"stream", "n"} & more.keys():
         raise ConfigError("--extra-body must not set stream or n: every request streams one answer")

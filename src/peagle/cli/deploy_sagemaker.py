@@ -15,6 +15,7 @@ import tyro
 from peagle.console.arguments import parse
 from peagle.sagemaker.aws import Aws
 from peagle.sagemaker.choose import Serving, choose
+from peagle.sagemaker.costs import DeploymentCost, lines_of
 from peagle.sagemaker.found import look, removal
 from peagle.sagemaker.invoke import ask, log_group
 from peagle.sagemaker.plan import Call, Host, Rolling, check_name, plan_deploy, plan_update
@@ -59,6 +60,7 @@ class DeployArguments:
     host: Host = field(default_factory=Host)
     account: AccountArguments = field(default_factory=AccountArguments)
     run: RunArguments = field(default_factory=RunArguments)
+    cost: DeploymentCost = field(default_factory=DeploymentCost)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ def carry_out(arguments: DeployArguments, rolling: Rolling | None = None) -> int
         types = aws.instance_types()
         chosen = choose(arguments.name, aws.region, arguments.serving, arguments.host, types, smoke_test=run.smoke_test)
         if run.dry_run:
+            for line in lines_of(chosen, arguments.cost):
+                log.info("%s", line)
             return print_calls(
                 aws, plan_deploy(chosen) if rolling is None else plan_update(chosen, rolling, chosen.num_instances)
             )

@@ -22,6 +22,7 @@ GROUPS = {
         "top": "live view of a running server: throughput, latency, acceptance, drift",
         "eval": "acceptance length and per-position acceptance rates on a prompt file",
         "lossless": "prove that speculative output equals the target's own, and write a report",
+        "report": "one HTML or Markdown file from the JSON of bench, bench serve, lossless and eval",
         "doctor": "show versions, device and automatic choices; with a drafter, check it before serving",
     },
     "train": {

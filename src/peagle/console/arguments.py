@@ -212,10 +212,10 @@ SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
     "alarms", "allow_mismatch", "anchors", "checkpoint_activations", "cors_origins", "detailed", "drain_seconds",
-    "dummy", "eagle3_drafter", "eager", "extra_body", "goodput", "ignore_eos", "init", "keep_cut", "labels",
-    "logprobs", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel", "prefill_tokens",
-    "ready_seconds", "repetition_penalty", "request_seconds", "retention", "reuse_prefixes", "save_every",
-    "security_groups", "subnets", "tags", "tolerance", "vllm_python",
+    "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init", "keep_cut", "labels",
+    "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel",
+    "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention", "reuse_prefixes",
+    "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
 }  # fmt: skip
 """Fields whose options only --help-all shows. They work all the same."""
 HELP_ALL = "--help-all"

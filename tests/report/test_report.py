@@ -1,0 +1,276 @@
+"""The report: one file that needs nothing else, says what the JSON says, and can be read by everybody."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from peagle.bench.cells import Answer, Cell, CellResult, Comparison, StepSplit
+from peagle.bench.report import document_of
+from peagle.bench.verdict import best_by_concurrency, sweep_verdict
+from peagle.cli.main import run
+from peagle.cost import MeasuredCost
+from peagle.decoding.acceptance import Acceptance
+from peagle.errors import ConfigError, MissingExtraError
+from peagle.provenance import provenance
+from peagle.report.build import check_report, read_document, report_of
+from peagle.report.html import STYLE, html_of
+from peagle.report.markdown import markdown_of
+
+SPEEDS = {("none", 0): {1: 100.0, 8: 600.0}, ("p-eagle", 4): {1: 250.0, 8: 900.0}}
+HOSTILE = 'a"><script>alert(1)</script>|<b>'
+
+
+def sweep(**facts):
+    def result(method, depth, concurrency, speed):
+        seconds = concurrency / speed
+        answers = [Answer(index, (1,) * 10, 0.01 * (1 + index), seconds) for index in range(4)]
+        drafted = Acceptance(100, (80, 60, 40, 20)) if depth else None
+        split = StepSplit(0.004, 0.0038, 0.0028 if depth else 0.0038, 0.001 if depth else None)
+        return CellResult(
+            Cell(method, depth, concurrency),
+            answers,
+            40 / speed,
+            speed,
+            drafted,
+            split,
+            comparison=Comparison(4, (), 0.1),
+        )
+
+    results = [result(*name, places, speed) for name, by in SPEEDS.items() for places, speed in by.items()]
+    known = {"workload": "questions", "num_prompts": 4, "target": "tiny", "dtype": "bfloat16", "device": "cuda:0"}
+    known |= {"max_tokens": 10, "temperature": 0.0, "drafters": {"p-eagle": "my-drafter"}}
+    document = document_of(results, **known, provenance=provenance("NVIDIA H200")) | facts
+    document |= {
+        "verdict": sweep_verdict(document["cells"]),
+        "recommended": best_by_concurrency(document["cells"]),
+    }
+    cost = MeasuredCost(instance="gpu-h200-sxm_1gpu-16vcpu-200gb", training_hours=1)
+    return json.loads(json.dumps(cost.added_to(document)))
+
+
+def load():
+    def row(concurrency, speed):
+        spreads = {
+            f"{figure}_{name}_ms": value * concurrency
+            for name, value in (("ttft", 20.0), ("tpot", 2.0), ("itl", 3.0), ("e2el", 90.0))
+            for figure in ("mean", "median", "std", "p90", "p95", "p99")
+        }
+        counts = {"num_prompts": 8, "completed": 8, "failed": 0, "request_throughput": 2.0, "request_goodput": None}
+        drafts = {
+            "spec_decode_acceptance_length": 2.5,
+            "spec_decode_per_position_acceptance_rates": [0.7, 0.5, 0.3],
+            "ttfts": [0.02, 0.03, 0.05, 0.04, 0.02],
+        }
+        head = {"max_concurrency": concurrency, "request_rate": "inf", "output_throughput": speed}
+        return head | counts | spreads | drafts
+
+    return {
+        "results": [row(1, 300.0), row(8, 1500.0)],
+        "base_url": "http://127.0.0.1:8080",
+        "model_id": "tiny",
+        "workload": "questions",
+        "temperature": 0.0,
+        "provenance": provenance(),
+    }
+
+
+def proof(holds=True):
+    comparison = {"name": "engine, greedy", "num_identical": 4, "num_answers": 4, "num_tokens": 192, "differences": []}
+    comparison |= {"num_near_ties": 0, "largest_gap": None, "holds": holds}
+    drawn = {"prompt": 0, "num_samples": 256, "statistic": 12.5, "p_value": 0.4, "control_p_value": 1e-9, "holds": True}
+    return {
+        "lossless": holds,
+        "target": {"name": "tiny"},
+        "comparisons": [comparison],
+        "distributions": [drawn],
+        "num_prompts": 4,
+        "prompts": "questions",
+        "acceptance_length": 2.5,
+        "provenance": provenance(),
+    }
+
+
+def evaluation(workload, length):
+    return {
+        "workload": workload,
+        "per_position": [0.8, 0.5],
+        "acceptance_length": length,
+        "num_drafts": 50,
+        "num_tokens": 100,
+        "verdict": "drafting can pay: it does",
+        "method": "p-eagle",
+        "target": "tiny",
+        "provenance": provenance(),
+    }
+
+
+DOCUMENTS = {
+    "bench": [sweep()],
+    "serve": [load()],
+    "lossless": [proof()],
+    "eval": [evaluation("questions", 2.3), evaluation("code", 3.1)],
+    "all": [sweep(), load(), proof(), evaluation("code", 3.1)],
+    "two sweeps": [sweep(), sweep(workload="code")],
+}
+
+
+class Page(HTMLParser):
+    """What a browser would see: the elements with their attributes, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    handle_startendtag = handle_starttag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def all(self, *names):
+        return [attributes for tag, attributes in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module")
+def page():
+    report = report_of(DOCUMENTS["all"])
+    few = [replace(each, charts=each.charts[:1]) for each in report.sections]  # a chart takes a tenth of a second
+    return Page(html_of(replace(report, sections=few)))
+
+
+def test_the_page_fetches_nothing_and_runs_nothing(page):
+    assert not page.all("script", "link", "img", "iframe", "object", "embed", "image")
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), f"{tag} has a handler"
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                assert value.startswith("#"), f"{tag} refers to {value}"
+            assert "url(" not in (value or "").replace("url(#", ""), f"{tag} refers to {value}"
+    assert "url(" not in STYLE.read_text() and "@import" not in STYLE.read_text()
+
+
+def test_the_page_can_be_read_without_seeing_it(page):
+    assert page.all("html")[0]["lang"] == "en" and len(page.all("h1")) == 1 and len(page.all("main")) == 1
+    assert len(page.all("table")) == len(page.all("caption")), "every table has a caption"
+    assert all("scope" in each for each in page.all("th"))
+    for picture in page.all("svg"):
+        assert picture["role"] == "img"
+        names = picture["aria-labelledby"].split()
+        assert {each.get("id") for each in page.all("title", "desc")} >= set(names)
+    ids = Counter(attributes["id"] for _, attributes in page.tags if attributes.get("id"))
+    drawn = {name for name, count in ids.items() if count > 1}
+    assert not drawn, f"ids occur twice: {sorted(drawn)[:5]}"
+    names = Counter(each["aria-label"] for each in page.all("div") if each.get("role") == "region")
+    assert max(names.values()) == 1, names.most_common(1)
+    for scrolled in page.all("pre"):
+        assert scrolled["tabindex"] == "0", "what scrolls can be reached with the keyboard"
+
+
+def luminance(color):
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_and_curves_have_contrast_in_light_dark_and_print():
+    blocks = re.findall(r":root \{([^}]*)\}", STYLE.read_text())
+    assert len(blocks) == 3
+    for block in blocks:
+        colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        paper = luminance(colors["paper"])
+        for name, color in colors.items():
+            if name in ("paper", "grid", "line", "band"):
+                continue
+            pair = sorted((paper, luminance(color)))
+            assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, f"{name} is too faint"
+
+
+def test_the_colors_of_charts_are_those_of_the_page(page):
+    styles = [attributes.get("style") or "" for _, attributes in page.tags]
+    fixed = {color for style in styles for color in re.findall(r"(?:fill|stroke): (#[0-9a-f]{3,6})", style)}
+    assert not fixed, f"colors that do not follow the page: {fixed}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_summary_has_three_sentences(name):
+    summary = report_of(DOCUMENTS[name]).summary
+    assert len(re.split(r"(?<=[.])\s", summary)) == 3, summary
+
+
+def test_the_report_of_a_sweep_says_what_its_json_says():
+    text = markdown_of(report_of([sweep()]))
+    assert text.startswith("# Speculative decoding of tiny on questions\n")
+    assert (
+        "On NVIDIA H200, drafting speeds up tiny 2.50 times at concurrency 1 and 1.50 times at concurrency 8." in text
+    )
+    assert (
+        "With p-eagle K=4 a step emits 3.00 tokens on average, and 4 of 4 answers equal those of plain decoding."
+        in text
+    )
+    assert "cost $1.39 instead of $2.08, at $4.50 per hour on 2026-07-22." in text
+    assert "| p-eagle K=4 | 8 | 4 | 900.0 | 1.50 | 112.5 | 3.00 | 0 of 4 |" in text
+    assert "| p-eagle K=4 | 0.800 | 0.600 | 0.400 | 0.200 |" in text
+    assert "| 1 | $12.50 | $5.00 | p-eagle K=4 | 60.0% | 1.20 | 3.00 |" in text
+    assert "earned back after 0.6 million tokens at concurrency 1, after 6.48 million tokens at concurrency 8." in text
+    assert "| p-eagle K=4 | 1 | 4.000 | 3.800 | 2.800 | 1.000 | 0.200 |" in text
+    assert "| drafters | my-drafter (p-eagle) |" in text and "```bash\n" in text
+
+
+def test_a_proof_beside_a_sweep_takes_the_second_sentence():
+    summary = report_of([sweep(), proof()]).summary
+    assert "Decoding with drafts is lossless: 2 of 2 comparisons with the target's own answers hold." in summary
+    failed = markdown_of(report_of([proof(holds=False)]))
+    assert "was not shown to be lossless: 1 of 2" in failed and "| FAILS |" in failed
+
+
+def test_a_chart_s_description_has_its_values(page):
+    words = "output tokens/s by concurrent requests. plain: 100 at 1, 600 at 8; p-eagle K=4: 250 at 1, 900 at 8."
+    assert words in page.texts and len(page.all("svg")) == 9
+
+
+def test_names_are_text_whatever_they_contain():
+    hostile = sweep(target=HOSTILE, workload=HOSTILE)
+    report = report_of([hostile])
+    page = Page(
+        html_of(replace(report, sections=[replace(each, charts=each.charts[:1]) for each in report.sections[-1:]]))
+    )
+    assert not page.all("script", "b") and any(HOSTILE in text for text in page.texts)
+    assert '| target | a"><script>alert(1)</script>\\|<b> |' in markdown_of(report_of([hostile]))
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "x.json"
+    for text in ("", "{}", "[1]", "no json", '{"cells": 1'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="is not a result of peagle"):
+            read_document(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_document(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="nothing was measured"):
+        report_of([sweep() | {"cells": []}])
+    with pytest.raises(ConfigError, match=r"the name must end in .html, .md"):
+        check_report("--report", tmp_path / "x.pdf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="--report"):
+        check_report("--report", tmp_path / "x.html")
+    check_report("--report", tmp_path / "x.md")
+
+
+def test_the_command_writes_one_report_from_several_results(tmp_path, capsys):
+    files = []
+    for index, document in enumerate(DOCUMENTS["all"]):
+        files.append(tmp_path / f"{index}.json")
+        files[-1].write_text("a table before it\n" * index + json.dumps(document))
+    output = tmp_path / "out.md"
+    assert run(["report", *map(str, files), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert output.read_text().count("\n## ") == 14
+    assert run(["report"]) == 2 and "no results" in capsys.readouterr().err
