@@ -35,7 +35,7 @@ def refusal(path):
     [
         (
             {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
-            Prompt("81", user("first"), "turns"),
+            Prompt("81", user("first"), "turns", category="writing"),
         ),
         (
             {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x"},

@@ -8,12 +8,13 @@ import pytest
 
 from harness.tiny_models import CHATML, tiny_target, tiny_tokenizer
 from peagle.checkpoint.card import TargetIdentity
+from peagle.data.asking import Written, loops
 from peagle.data.config import SynthesisConfig, Until
 from peagle.data.generation import Generator, Job
 from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import open_shards, total
-from peagle.data.synthesis import Synthesis, check, estimated_tokens, loops
+from peagle.data.synthesis import Synthesis, check, estimated_tokens
 from peagle.errors import ConfigError, DataError, RequestError, TargetError
 
 CONFIG = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), temperatures=(0.0, 0.7))
@@ -43,7 +44,9 @@ class ScriptedGenerator:
     def run(self, next_jobs):
         while jobs := list(next_jobs(self.at_once)):
             self.jobs += jobs
-            found = [(job, next(self.questions if job.tag is None else self.answers, None)) for job in jobs]
+            found = [
+                (job, next(self.questions if isinstance(job.tag, Written) else self.answers, None)) for job in jobs
+            ]
             answers = [Scripted(job, ids, ids[-1] == 2) for job, ids in found if ids is not None]
             if not answers:
                 return
@@ -125,7 +128,7 @@ def test_rows_hold_the_tokens_that_were_asked_and_answered_and_train_the_answer_
     generator = ScriptedGenerator(target, [spoken(target, "What is the use?")], [answer(3)])
     run(target, tmp_path, generator)
     (shard,) = open_shards(tmp_path).shards
-    (asked,) = [job for job in generator.jobs if job.tag is not None]
+    (asked,) = [job for job in generator.jobs if not isinstance(job.tag, Written)]
     assert shard.token_ids.tolist() == asked.prompt_ids + answer(3)
     assert shard.loss_mask.tolist() == [False] * len(asked.prompt_ids) + [True] * 20
     assert shard.temperatures.tolist() == pytest.approx([asked.params.temperature])

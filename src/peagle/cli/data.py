@@ -27,6 +27,8 @@ from peagle.data.prompts import read_dialogs
 class Run:
     output: Path
     """shard directory"""
+    drafter: str | None = None
+    """drafter that speeds up generation, answers unchanged; none: plain decoding; default: the target's own, if any"""
     max_batch: int | None = None
     """concurrent requests (default: 1024 on a GPU, 16 on a CPU)"""
     recipe: Path | None = None
@@ -85,10 +87,12 @@ def synthesize(argv: list[str]) -> int:
     arguments.target.check()
     target = arguments.target.load()
 
+    from peagle.data.generation import drafter_for
     from peagle.data.synthesis import write_synthesis
 
     options = (arguments.output, config, arguments.until, given, config.described(*arguments.given))
-    return _generate(arguments, lambda **run: write_synthesis(target, *options, **run))
+    drafter = drafter_for(target, arguments.drafter, config.max_length)
+    return _generate(arguments, lambda **run: write_synthesis(target, *options, drafter=drafter, **run))
 
 
 def regenerate(argv: list[str]) -> int:
@@ -102,10 +106,12 @@ def regenerate(argv: list[str]) -> int:
     arguments.target.check()
     target = arguments.target.load()
 
+    from peagle.data.generation import drafter_for
     from peagle.data.regeneration import answer_dialogs
 
     options = (dialogs, arguments.output, config, config.described(*arguments.prompts, limit=arguments.limit))
-    return _generate(arguments, lambda **run: answer_dialogs(target, *options, **run))
+    drafter = drafter_for(target, arguments.drafter, config.max_length)
+    return _generate(arguments, lambda **run: answer_dialogs(target, *options, drafter=drafter, **run))
 
 
 def inspect(argv: list[str]) -> int:

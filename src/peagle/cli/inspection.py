@@ -52,6 +52,9 @@ def _fact_rows(document: dict[str, Any]) -> dict[str, str]:
     if "temperatures" in document:
         pairs = document["temperatures"].items()
         rows["by temperature"] = ", ".join(f"{temperature}: {number:,}" for temperature, number in pairs)
+        for kind, found in document["kinds"].items():
+            words = (f"{found[name]:,}" for name in ("num_conversations", "num_tokens", "num_trained_tokens"))
+            rows[f"{kind}: conversations / tokens / trained"] = f"{' / '.join(words)} ({found['share']:.1%})"
         rows |= {f"dropped, {reason}": f"{number:,}" for reason, number in document["dropped"].items()}
     if document["num_without_answer"]:
         rows["without an answer"] = f"{document['num_without_answer']:,}"

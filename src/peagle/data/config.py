@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peagle.data.kinds import read_shares
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
@@ -24,6 +25,11 @@ class SynthesisSettings:
     """hold out this many greedy answers in OUTPUT/held_out to measure acceptance; never trained on"""
     keep_cut: bool = False
     """keep answers truncated at --max-length"""
+    kinds: str | None = None
+    """share of each kind of text, as in chat=0.5,summary=0.5: chat, turns, long, question, summary, rewrite, extract,
+    translate, code; default: chat=0.4 and some of each, or chat alone for rows below 256 tokens"""
+    documents: tuple[Path, ...] = ()
+    """files that questions, summaries, rewriting and code are about; default: the target writes documents"""
     seed: int = 0
 
 
@@ -41,6 +47,10 @@ class SynthesisConfig(SynthesisSettings):
     """drop longer questions"""
     min_answer_tokens: int = 12
     """drop shorter answers"""
+    max_answer_tokens: int = 1024
+    """truncate longer answers; those of kind long end with the row"""
+    max_turns: int = 4
+    """most turns of conversations of kind turns"""
     keep_loops: bool = False
     """keep answers that end in a repeated passage, as greedy answers of small targets do"""
     given_share: float = 0.15
@@ -58,9 +68,11 @@ class SynthesisConfig(SynthesisSettings):
 
     def __post_init__(self) -> None:
         _check_sampling(self)
-        require_at_least(self, 1, "max_question_tokens", "min_answer_tokens")
+        require_at_least(self, 1, "max_question_tokens", "min_answer_tokens", "max_answer_tokens")
         require_at_least(self, 0, "num_held_out", "question_temperature")
         require_at_least(self, 8, "max_length")
+        require_at_least(self, 2, "max_turns")
+        read_shares(self.kinds, self.max_length)
         if not 0 <= self.given_share <= 1:
             raise ConfigError(f"given_share must be between 0 and 1, got {self.given_share}")
         if not self.system_prompts:
@@ -71,9 +83,21 @@ class SynthesisConfig(SynthesisSettings):
                 hint="acceptance is measured on greedy answers; add temperature 0",
             )
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each kind of text."""
+        return read_shares(self.kinds, self.max_length)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt: at least half a row, and all but the longest answer."""
+        return self.max_length - min(self.max_answer_tokens, self.max_length // 2)
+
     def described(self, *given: Path) -> dict[str, Any]:
-        """The settings and prompt files, as recorded in the manifest."""
-        return dataclasses.asdict(self) | {"given": [describe_file(path) for path in given]}
+        """The settings and files, as recorded in the manifest."""
+        files = {"given": given, "documents": self.documents}
+        described = {name: [describe_file(path) for path in paths] for name, paths in files.items()}
+        return dataclasses.asdict(self) | described | {"kinds": self.shares}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,22 @@
 """Runs generation jobs on the engine and keeps it full; new jobs may depend on finished answers."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from peagle.checkpoint.native import load_drafter
 from peagle.data.progress import RunProgress
+from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
+log = logging.getLogger(__name__)
+
+NO_DRAFTER = "none"
 GPU_BATCH = 1024
 WAITING_SHARE = 8
 """One request waits per this many running ones, so that a freed row is refilled in the next step."""
@@ -37,20 +43,30 @@ NextJobs = Callable[[int], Sequence[Job]]
 
 
 class Generator(contextlib.AbstractContextManager["Generator"]):
-    """An engine without drafts, for large batches where drafting does not pay. Holds the target while it is open."""
+    """An engine, which drafts where that pays. Holds the target while it is open."""
 
     def __init__(
-        self, target: HFTarget, *, max_length: int, max_batch: int | None = None, progress: RunProgress | None = None
+        self,
+        target: HFTarget,
+        drafter: Drafter | None = None,
+        *,
+        max_length: int,
+        max_batch: int | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         if max_batch is None and target.device.type == "cuda":
             max_batch = GPU_BATCH
         config = EngineConfig(max_batch=max_batch, max_length=max_length)
         self.target = target
-        self.engine = Engine(target, None, 0, config, (progress or RunProgress()).engine_starting)
+        num_draft_tokens = 0 if drafter is None else None
+        self.engine = Engine(target, drafter, num_draft_tokens, config, (progress or RunProgress()).engine_starting)
         max_batch = self.engine.scheduler.config.max_batch
         self._max_jobs = max_batch + max_batch // WAITING_SHARE
 
     def __exit__(self, *_: object) -> None:
+        found = self.engine.stats().acceptance
+        if found.num_drafts:
+            log.info("drafts: %d verified, acceptance length %.2f", found.num_drafts, found.acceptance_length)
         self.engine.close()
 
     def run(self, next_jobs: NextJobs) -> Iterator[list[Answer]]:
@@ -77,6 +93,12 @@ class Generator(contextlib.AbstractContextManager["Generator"]):
         finally:
             if running:
                 self.engine.reset()
+
+
+def drafter_for(target: HFTarget, name: str | None, max_length: int) -> Drafter | None:
+    """The drafter to generate with. None names the target's own, if it has one; "none" decodes without drafts."""
+    path = target.drafter_for(max_length) if name is None else None if name == NO_DRAFTER else name
+    return None if path is None else load_drafter(path, target)
 
 
 def check_max_length(max_length: int, target: HFTarget) -> None:

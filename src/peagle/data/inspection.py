@@ -1,5 +1,6 @@
 """Statistics of training data: counts, lengths, tokens, and examples with the trained part marked."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peagle.data.conversations import Conversation, read_conversations
-from peagle.data.shards import is_shard_directory, open_shards
+from peagle.data.shards import Shard, is_shard_directory, open_shards
 from peagle.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -94,6 +95,28 @@ def _shard_facts(path: Path) -> dict[str, Any]:
         "num_shards": len(shards.shards),
         "temperatures": {f"{value:g}": number for value, number in pairs},
         "dropped": shards.counts()["dropped"],
+        "kinds": _kinds(shards.shards),
+    }
+
+
+def _kinds(shards: Sequence[Shard]) -> dict[str, dict[str, float]]:
+    """By kind of text, most frequent first: conversations, their share, and tokens. Empty if none is recorded."""
+    rows, tokens, trained = Counter[str](), Counter[str](), Counter[str]()
+    for shard in shards:
+        kind_T = np.repeat(shard.row_kinds, np.diff(shard.offsets))
+        parts = zip((rows, tokens, trained), (shard.row_kinds, kind_T, kind_T[shard.loss_mask]), strict=True)
+        for counter, numbers in parts:
+            found = np.bincount(numbers, minlength=len(shard.kinds)).tolist()
+            counter.update(dict(zip(shard.kinds, found, strict=True)))
+    return {
+        kind: {
+            "num_conversations": number,
+            "share": round(number / rows.total(), 4),
+            "num_tokens": tokens[kind],
+            "num_trained_tokens": trained[kind],
+        }
+        for kind, number in rows.most_common()
+        if kind
     }
 
 

@@ -38,6 +38,8 @@ class Prompt:
     """row shape: turns, humaneval, gsm8k, messages, sharegpt, prompt, instruction or text"""
     where: str = field(default="", compare=False)
     """"FILE:LINE", for error messages"""
+    category: str = ""
+    """"category" of the row, as in MT-Bench and Spec-Bench"""
 
 
 class Dialog(NamedTuple):
@@ -46,11 +48,14 @@ class Dialog(NamedTuple):
     where: str
     """"FILE:LINE", for error messages"""
     messages: Sequence[dict[str, Any]]
+    kind: str = ""
+    """its category in the file, else the file's name"""
 
     def first_turn(self) -> "Dialog":
         """The messages up to and including the first user message, without assistant messages."""
         end = next(index for index, message in enumerate(self.messages) if message["role"] == "user") + 1
-        return Dialog(self.where, [message for message in self.messages[:end] if message["role"] != "assistant"])
+        said = [message for message in self.messages[:end] if message["role"] != "assistant"]
+        return Dialog(self.where, said, self.kind)
 
     def key(self) -> int:
         """A hash of all messages; of a single user message, a hash of its text."""
@@ -73,7 +78,7 @@ def read_dialogs(path: str | Path, *, limit: int | None = None) -> list[Dialog]:
     for row in _limited(Path(path), limit):
         for index in _user_turns(row):
             _reject_empty(row, row.messages[index])
-        dialogs.append(Dialog(row.where, row.messages))
+        dialogs.append(Dialog(row.where, row.messages, row.category or workload_name(path)))
     return dialogs
 
 
@@ -106,7 +111,8 @@ def _json_rows(path: Path) -> Iterator[Prompt]:
         where = place(path, line_number)
         kind, messages = _messages(row, where)
         row_id = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), line_number)
-        yield Prompt(str(row_id), messages, kind, where)
+        category = row["category"] if isinstance(row.get("category"), str) else ""
+        yield Prompt(str(row_id), messages, kind, where, category)
 
 
 def _request(row: Prompt) -> Prompt:

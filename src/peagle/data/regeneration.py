@@ -18,6 +18,7 @@ from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter, open_writer
 from peagle.data.shards import Drop, Row, check_disk, written_counts
 from peagle.data.turns import answer_end, following_turn, opening_text
+from peagle.drafter.model import Drafter
 from peagle.errors import DataError
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import encode_all
@@ -44,6 +45,7 @@ def answer_dialogs(
     config: RegenerationConfig,
     settings: dict[str, Any],
     *,
+    drafter: Drafter | None = None,
     max_batch: int | None = None,
     progress: RunProgress | None = None,
 ) -> dict[str, Any]:
@@ -53,7 +55,8 @@ def answer_dialogs(
     check_disk(output, max(estimated_tokens(dialogs, config) - written_counts(output)["num_tokens"], 0))
     with open_writer(target, output, "regenerate", settings) as writer:
         if len(writer.keys) < len(dialogs):
-            with Generator(target, max_length=config.max_length, max_batch=max_batch, progress=progress) as generator:
+            sizes: dict[str, Any] = {"max_length": config.max_length, "max_batch": max_batch}
+            with Generator(target, drafter, **sizes, progress=progress) as generator:
                 progress.begin(writer.counts["num_answer_tokens"])
                 # A dropped prompt is done as well.
                 Regeneration(generator, writer, dialogs, config).run(
@@ -161,7 +164,8 @@ class Regeneration:
             if growing.spans:
                 # Nothing is trained after the last answer.
                 token_ids = np.array(growing.token_ids[: growing.spans[-1][1]], dtype=np.int32)
-                rows.append(Row(growing.key, token_ids, tuple(growing.spans), answer.job.params.temperature))
+                kind, temperature = self._dialogs[growing.key].kind, answer.job.params.temperature
+                rows.append(Row(growing.key, token_ids, tuple(growing.spans), temperature, kind))
             else:
                 drops.append(Drop("answer: empty", growing.key))
         self._writer.append(rows, drops)

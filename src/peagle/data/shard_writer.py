@@ -82,7 +82,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """num_rows, num_tokens, num_answer_tokens and dropped (by reason), over all runs."""
+        """num_rows, num_tokens, num_answer_tokens, dropped (by reason) and kinds (rows of each), over all runs."""
         return total([self._sealed_counts, self._open_counts])
 
     def __exit__(self, *_: object) -> None:
@@ -105,8 +105,9 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         if not self._rows and not self._drops:
             return
         shard = pack(self._rows, self._drops)
-        arrays = {name: value for name, value in vars(shard).items() if name != "reasons"}
-        metadata = {"target": self._manifest["target"]["weights"], "reasons": json.dumps(shard.reasons)}
+        arrays = {name: value for name, value in vars(shard).items() if name not in ("reasons", "kinds")}
+        names = {"reasons": json.dumps(shard.reasons), "kinds": json.dumps(shard.kinds)}
+        metadata = {"target": self._manifest["target"]["weights"]} | names
         content = save(arrays, metadata)
         path = Path(self._file.name).with_suffix(".safetensors")
         with self._explaining_a_full_disk():
@@ -163,6 +164,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
             "num_tokens": sum(len(row.token_ids) for row in rows),
             "num_answer_tokens": sum(end - start for row in rows for start, end in row.spans),
             "dropped": Counter(drop.reason for drop in drops),
+            "kinds": Counter(row.kind for row in rows),
         }
         self._open_counts = total([self._open_counts, counts])
 

@@ -2,7 +2,7 @@
 
     DIRECTORY/
         manifest.json               the target's identity, all settings, counts per shard, provenance of every run
-        shard-00000.safetensors     sealed: token_ids, loss_mask, row offsets, keys, temperatures
+        shard-00000.safetensors     sealed: token_ids, loss_mask, row offsets, keys, temperatures, kinds
         shard-00001.jsonl           the open shard: one line per finished row
 
 A finished row is appended to the open shard at once, so it survives a killed process. At `SHARD_TOKENS` the lines
@@ -54,6 +54,8 @@ class Row(NamedTuple):
     token_ids: TokenIds
     spans: tuple[tuple[int, int], ...]
     temperature: float
+    kind: str = ""
+    """what users ask for in it: a kind of `kinds.py`, or the category of a prompt file; empty if unknown"""
 
 
 class Drop(NamedTuple):
@@ -81,6 +83,9 @@ class Shard:
     dropped_reasons: npt.NDArray[np.uint8]
     """index into `reasons`, for each of `dropped_keys`"""
     reasons: tuple[str, ...]
+    row_kinds: npt.NDArray[np.int32]
+    """[N], index into `kinds`"""
+    kinds: tuple[str, ...]
 
     @property
     def num_rows(self) -> int:
@@ -93,6 +98,9 @@ class Shard:
             "num_tokens": len(self.token_ids),
             "num_answer_tokens": int(np.count_nonzero(self.loss_mask)),
             "dropped": dict(zip(self.reasons, dropped, strict=True)),
+            "kinds": dict(
+                zip(self.kinds, np.bincount(self.row_kinds, minlength=len(self.kinds)).tolist(), strict=True)
+            ),
         }
 
 
@@ -193,12 +201,13 @@ def identity_of(directory: Path, manifest: dict[str, Any]) -> TargetIdentity:
 
 
 def total(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of counts, with drop reasons in descending order."""
-    listed, dropped = list(counts), Counter[str]()
+    """The sum of counts, with drop reasons and kinds in descending order."""
+    listed, dropped, kinds = list(counts), Counter[str](), Counter[str]()
     for one in listed:
         dropped.update(one["dropped"])
+        kinds.update(one.get("kinds", {}))  # shards of older versions have none
     sums = {name: sum(one[name] for one in listed) for name in ("num_rows", "num_tokens", "num_answer_tokens")}
-    return sums | {"dropped": dict(dropped.most_common())}
+    return sums | {"dropped": dict(dropped.most_common()), "kinds": dict(kinds.most_common())}
 
 
 def lines_path(directory: Path, number: int) -> Path:
@@ -216,6 +225,7 @@ def pack(rows: Sequence[Row], drops: Sequence[Drop]) -> Shard:
             loss_mask[offset + start : offset + end] = True
     reasons = tuple(sorted({drop.reason for drop in drops}))
     index = {reason: number for number, reason in enumerate(reasons)}
+    kinds = tuple(sorted({row.kind for row in rows}))
     return Shard(
         token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.token_ids for row in rows)]),
         loss_mask=loss_mask,
@@ -225,6 +235,8 @@ def pack(rows: Sequence[Row], drops: Sequence[Drop]) -> Shard:
         dropped_keys=np.array([drop.key for drop in drops], dtype=np.int64),
         dropped_reasons=np.array([index[drop.reason] for drop in drops], dtype=np.uint8),
         reasons=reasons,
+        row_kinds=np.array([kinds.index(row.kind) for row in rows], dtype=np.int32),
+        kinds=kinds,
     )
 
 
@@ -232,7 +244,7 @@ def line_of(item: Row | Drop) -> str:
     """A row or drop as a line of the open shard. Ids are hexadecimal, much faster to parse than a list."""
     if isinstance(item, Drop):
         return json.dumps({"key": item.key, "dropped": item.reason}) + "\n"
-    words = {"key": item.key, "temperature": item.temperature, "spans": item.spans}
+    words = {"key": item.key, "temperature": item.temperature, "spans": item.spans, "kind": item.kind}
     return json.dumps(words | {"ids": item.token_ids.tobytes().hex()}) + "\n"
 
 
@@ -252,7 +264,7 @@ def read_lines_of_open_shard(path: Path) -> tuple[list[Row], list[Drop], int]:
             else:
                 token_ids = np.frombuffer(bytes.fromhex(words["ids"]), dtype=np.int32)
                 spans = tuple((start, end) for start, end in words["spans"])
-                rows.append(Row(words["key"], token_ids, spans, words["temperature"]))
+                rows.append(Row(words["key"], token_ids, spans, words["temperature"], words.get("kind", "")))
         except (ValueError, KeyError, TypeError):
             break
         num_bytes += len(line)
@@ -273,7 +285,9 @@ def _map_shard(directory: Path, entry: dict[str, Any], weights: str) -> Shard:
             name: np.ndarray(tuple(about["shape"]), DTYPES[about["dtype"]], content, start + about["data_offsets"][0])
             for name, about in header.items()
         }
-        shard = Shard(**arrays, reasons=tuple(json.loads(metadata["reasons"])))
+        arrays.setdefault("row_kinds", np.zeros(len(arrays["keys"]), np.int32))  # an older version wrote none
+        kinds = tuple(json.loads(metadata.get("kinds", '[""]')))
+        shard = Shard(**arrays, reasons=tuple(json.loads(metadata["reasons"])), kinds=kinds)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing, but listed in {MANIFEST_NAME}", hint="copy the whole directory") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,6 @@
-"""The target writes its own training data: questions first, then answers (Magpie).
+"""The target writes its own training data: what users ask for (`asking.py`), then answers.
 
-Prompted with the header of a user turn, an instruction-tuned model writes a question. The question goes through the
-chat template and is answered at a mix of temperatures. Rows keep the generated token ids.
+Answers use a mix of temperatures, and rows keep the generated token ids. The share of each kind of text is a setting.
 """
 
 import contextlib
@@ -10,42 +9,59 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from peagle.data.asking import SHORTEST_QUESTION, Prompt, Users, Written, loops, question_openings
 from peagle.data.config import SynthesisConfig, Until, drawn_number
 from peagle.data.generation import Answer, Generator, Job, check_max_length
+from peagle.data.kinds import GIVEN, LONG
 from peagle.data.progress import RunProgress
 from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter, open_writer
-from peagle.data.shards import HELD_OUT_NAME, Drop, Row, TokenIds, check_disk, total, written_counts
-from peagle.data.turns import answer_end, opening_text, question_opening
-from peagle.errors import ConfigError, DataError, RequestError
+from peagle.data.shards import HELD_OUT_NAME, Drop, Row, check_disk, total, written_counts
+from peagle.data.turns import answer_end, following_question, following_turn, opening_text
+from peagle.errors import DataError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
-from peagle.tokenizer import encode_all
+from peagle.tokenizer import detokenize, encode_all
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from peagle.drafter.model import Drafter
 
 log = logging.getLogger(__name__)
 
-SHORTEST_QUESTION = 8  # characters of a question, and tokens of room for one
-LOOP_TOKENS = 32
 FIRST_ANSWERS = 64  # answers after which the drop rate is checked
 FRUITLESS_QUESTIONS = 512  # dropped questions in a row after which the run fails
+FRUITLESS_PROMPTS = 64  # dropped prompts of a kind, without any answer, after which the run goes on without the kind
 GPU_RATE, CPU_RATE = 500_000, 10_000  # upper bounds in tokens per second
 ROW_TOKENS = 2  # tokens of a row per answer token, unless the prompt is longer than its answer
 
 
-class _Asked(NamedTuple):
-    """The tag of a job that answers a question."""
+@dataclass(eq=False)
+class _Growing:
+    """A conversation in progress: the tag of the jobs that answer its turns, or write the user's next one."""
 
     key: int
+    kind: str
+    history: list[dict[str, Any]]
+    token_ids: list[int]
     temperature: float
     is_held_out: bool
+    num_turns: int
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    answer_ids: Sequence[int] = ()
+    """the last answer"""
+    is_asking: bool = False
+    """whether the running job writes the user's next turn"""
+
+    @property
+    def start(self) -> int:
+        """Where the newest answer begins."""
+        return self.spans[-1][0] if self.spans and self.spans[-1][1] == len(self.token_ids) else len(self.token_ids)
 
 
 def write_synthesis(
@@ -56,6 +72,7 @@ def write_synthesis(
     given: Sequence[Dialog],
     settings: dict[str, Any],
     *,
+    drafter: "Drafter | None" = None,
     max_batch: int | None = None,
     progress: RunProgress | None = None,
 ) -> dict[str, Any]:
@@ -68,8 +85,8 @@ def write_synthesis(
         writers = [stack.enter_context(open_writer(target, each, "synthesize", settings)) for each in directories]
         counts = total(writer.counts for writer in writers)
         if not until.is_reached(counts):
-            engine = Generator(target, max_length=config.max_length, max_batch=max_batch, progress=progress)
-            generator = stack.enter_context(engine)
+            sizes: dict[str, Any] = {"max_length": config.max_length, "max_batch": max_batch}
+            generator = stack.enter_context(Generator(target, drafter, **sizes, progress=progress))
             progress.begin(counts["num_answer_tokens"])
 
             def update(counts: dict[str, Any]) -> None:
@@ -85,7 +102,7 @@ def check(target: HFTarget, config: SynthesisConfig) -> None:
     """Reject a max_length or chat template that cannot work, before the engine starts."""
     check_max_length(config.max_length, target)
     answer_end(target.tokenizer)
-    _openings(target.tokenizer, config)
+    question_openings(target.tokenizer, config)
 
 
 def estimated_tokens(target: HFTarget, config: SynthesisConfig, until: Until, written: dict[str, Any]) -> int:
@@ -104,11 +121,11 @@ def estimated_tokens(target: HFTarget, config: SynthesisConfig, until: Until, wr
 
 
 class Synthesis:
-    """Writes rows until `until` is reached. Schedules questions and answers between the generator and the shards.
+    """Writes rows until `until` is reached. Schedules prompts and answers between the generator and the shards.
 
     A second writer takes the first `config.num_held_out` greedy answers. Of `given` prompts the first turn is answered.
-    Drops truncated, short, looping or repeated questions, repeated prompts or ones longer than half a row, and
-    truncated, short or looping answers, counted by reason.
+    Drops repeated prompts or ones that leave no room for an answer, and truncated, short or looping answers, counted by
+    reason. A conversation of several turns ends before such an answer; a long answer before it begins to loop.
     """
 
     def __init__(
@@ -123,20 +140,23 @@ class Synthesis:
         self._config, self._until, self._max_length = config, until, config.max_length
         self._writers, self._writer = writers, writers[0]
         self._answer_end = answer_end(self._tokenizer)
-        self._openings = _openings(self._tokenizer, config, logs=True)
         # Each run has its own seed; otherwise it would repeat the questions of the first.
         self._chance = random.Random(f"{config.seed}/{self._writer.num_runs}")
         self._seen = set[int]().union(*(writer.keys for writer in writers))
         unanswered, repeated = _unanswered(given, self._seen)
         self._given = deque(unanswered)
         self._writer.append((), repeated)
-        self._ready: deque[tuple[int, Dialog]] = deque()
+        self._users = Users(self._tokenizer, config, self._chance, self._seen)
+        self._shares = dict(config.shares)
+        self._by_kind = Counter(self.counts()["kinds"])
+        """conversations of each kind, finished or begun"""
+        self._fruitless_by_kind: Counter[str] = Counter()
+        self._later: deque[Job] = deque()
         self._num_begun = self._num_given = 0
         self._outcomes: Counter[str] = Counter()
         self._is_watched = False
         self._fruitless: Counter[str] = Counter()
-        """questions dropped since the last answer began, by reason"""
-        self._num_asking = 0
+        """prompts dropped since the last answer began, by reason"""
         self._num_answering = 0
         self._num_held_out = sum(writer.counts["num_rows"] for writer in writers[1:])
         self._deadline = time.monotonic() + (until.seconds or float("inf"))
@@ -152,51 +172,133 @@ class Synthesis:
         return total(writer.counts for writer in self._writers)
 
     def next_jobs(self, room: int) -> list[Job]:
+        jobs = [self._later.popleft() for _ in range(min(room, len(self._later)))]
         num_wanted = self._num_wanted()
-        chosen: list[tuple[int, Dialog]] = []
-        while len(chosen) < min(room, num_wanted) and (question := self._next_question()) is not None:
-            chosen.append(question)
-        jobs = self._answer_jobs(chosen)
-        num_missing = num_wanted - len(jobs) - len(self._ready) - self._num_asking
-        return jobs + [self._question_job() for _ in range(min(num_missing, room - len(jobs)))]
+        chosen: list[Prompt] = []
+        while len(chosen) < min(room - len(jobs), num_wanted) and (prompt := self._next_prompt()) is not None:
+            chosen.append(prompt)
+        begun = self._answer_jobs(chosen)
+        jobs += begun
+        num_missing = num_wanted - len(begun) - len(self._users.ready) - self._users.num_asking
+        for _ in range(min(num_missing, room - len(jobs) - self._users.num_waiting)):
+            self._users.begin(self._next_kind())
+        return jobs + (self._users.jobs(room - len(jobs)) if num_wanted else [])
 
     def take(self, answers: Sequence[Answer]) -> None:
-        questions = [answer for answer in answers if not isinstance(answer.job.tag, _Asked)]
-        if questions:
-            self._take_questions(questions)
+        written = [answer for answer in answers if isinstance(answer.job.tag, Written)]
+        if written:
+            self._drop_prompts(self._users.take(written))
         kept: dict[bool, list[Row]] = {False: [], True: []}
         drops: list[Drop] = []
         for answer in answers:
-            asked = answer.job.tag
-            if not isinstance(asked, _Asked):
+            growing = answer.job.tag
+            if not isinstance(growing, _Growing):
+                continue
+            reason = None
+            if growing.is_asking:
+                goes_on = self._follow(growing, answer)
+            else:
+                goes_on, reason = self._add_answer(growing, answer)
+            if goes_on:
                 continue
             self._num_answering -= 1
-            token_ids = np.array(answer.token_ids, dtype=np.int32)
-            reason = self._fault(token_ids, answer.is_ended)
-            if reason is not None:
-                self._num_held_out -= asked.is_held_out
-                drops.append(Drop(reason, asked.key))
-                continue
-            start = len(answer.job.prompt_ids)
-            row = np.concatenate((np.array(answer.job.prompt_ids, dtype=np.int32), token_ids))
-            kept[asked.is_held_out].append(Row(asked.key, row, ((start, len(row)),), asked.temperature))
+            if growing.spans:
+                # Nothing is trained after the last answer.
+                row = np.array(growing.token_ids[: growing.spans[-1][1]], dtype=np.int32)
+                kept[growing.is_held_out].append(
+                    Row(growing.key, row, tuple(growing.spans), growing.temperature, growing.kind)
+                )
+                self._fruitless_by_kind[growing.kind] = -1  # it works
+            else:
+                assert reason is not None, "without an answer there is a reason"
+                self._num_held_out -= growing.is_held_out
+                drops.append(Drop(reason, growing.key))
+                self._lose(growing.kind)
         for writer in self._writers[1:]:
             writer.append(kept[True])
         self._writer.append(kept[False], drops)
         self._watch(sum(map(len, kept.values())), drops)
 
-    def _drop_questions(self, drops: Sequence[Drop]) -> None:
-        """Count dropped questions, and fail if nothing else comes: the run would never end."""
-        self._writer.append((), drops)
-        self._fruitless.update(drop.reason for drop in drops)
+    def _add_answer(self, growing: _Growing, answer: Answer) -> tuple[bool, str | None]:
+        """Add an answer, or the next piece of a long one. Returns whether the conversation goes on, and what is wrong.
+
+        A faulty answer is not added.
+        """
+        start, num_before = growing.start, len(growing.token_ids)
+        token_ids = [*growing.token_ids[start:], *answer.token_ids]
+        reason = self._fault(token_ids, answer.is_ended)
+        is_piece = growing.kind == LONG and reason == "answer: cut"
+        if reason is not None and not is_piece:
+            return False, reason
+        growing.token_ids = [*growing.token_ids, *answer.token_ids]
+        growing.spans = [span for span in growing.spans if span[0] != start] + [(start, len(growing.token_ids))]
+        growing.answer_ids = token_ids
+        if is_piece and self._has_room(growing) and len(growing.token_ids) > num_before:
+            self._later.append(self._answer_job(growing))
+            return True, None
+        return answer.is_ended and len(growing.spans) < growing.num_turns and self._ask(growing), None
+
+    def _ask(self, growing: _Growing) -> bool:
+        """Let the target write the user's next turn. Returns False if none can follow."""
+        opening = following_question(self._tokenizer, growing.history, growing.answer_ids)
+        if opening is None or not self._has_room(growing, len(opening) + SHORTEST_QUESTION):
+            return False
+        growing.is_asking = True
+        params = SamplingParams(
+            min(self._config.max_question_tokens, self._max_length - len(growing.token_ids) - len(opening)),
+            self._config.question_temperature,
+            seed=self._chance.getrandbits(62),
+            stop_token_ids=(self._users.question_end,),
+        )
+        self._later.append(Job(growing, [*growing.token_ids, *opening], params))
+        return True
+
+    def _follow(self, growing: _Growing, answer: Answer) -> bool:
+        """Add the user's next turn and have it answered. Returns False if it is unusable."""
+        growing.is_asking = False
+        words = list(answer.token_ids[: len(answer.token_ids) - answer.is_ended])
+        text = detokenize(self._tokenizer, words).strip()
+        if not answer.is_ended or len(text) < SHORTEST_QUESTION or loops(np.array(words, dtype=np.int32)):
+            return False
+        message = {"role": "user", "content": text}
+        if message in growing.history:
+            return False
+        following = following_turn(self._tokenizer, growing.history, growing.answer_ids, [message])
+        if following is None or not self._has_room(growing, len(following[1])):
+            return False
+        growing.history = [*growing.history, following[0], message]
+        growing.token_ids = [*growing.token_ids, *following[1]]
+        self._later.append(self._answer_job(growing))
+        return True
+
+    def _has_room(self, growing: _Growing, num_tokens: int = 0) -> bool:
+        return len(growing.token_ids) + num_tokens + self._config.min_answer_tokens <= self._max_length
+
+    def _drop_prompts(self, dropped: Sequence[tuple[str, Drop]]) -> None:
+        """Count dropped prompts, and fail if nothing else comes: the run would never end."""
+        self._writer.append((), [drop for _, drop in dropped])
+        for kind, drop in dropped:
+            self._fruitless[drop.reason] += 1
+            self._lose(kind)
         number = self._fruitless.total()
         # Of concurrent questions the bad ones may finish first, so wait for several times as many.
-        if self._num_answering or self._ready or number < max(FRUITLESS_QUESTIONS, 8 * self._num_asking):
+        if self._num_answering or self._users.ready or number < max(FRUITLESS_QUESTIONS, 8 * self._users.num_asking):
             return
         raise DataError(
             f"none of the last {number} questions is usable: {_by_reason(self._fruitless)}",
             hint="use an instruction-tuned target, raise --max-length, or set max_question_tokens in a recipe",
         )
+
+    def _lose(self, kind: str) -> None:
+        """One of a kind was dropped. After many without a success the run goes on without the kind."""
+        self._by_kind[kind] -= 1
+        if kind not in self._shares or self._fruitless_by_kind[kind] < 0 or len(self._shares) == 1:
+            return
+        self._fruitless_by_kind[kind] += 1
+        if self._fruitless_by_kind[kind] >= FRUITLESS_PROMPTS:
+            del self._shares[kind]
+            message = "kind %s: none of the first %d is usable; going on without it (see the reasons for drops)"
+            log.warning(message, kind, FRUITLESS_PROMPTS)
 
     def _watch(self, num_kept: int, drops: Sequence[Drop]) -> None:
         """Warn if most answers are truncated, and fail if none is usable: the run would never end."""
@@ -231,73 +333,59 @@ class Synthesis:
             most = min(most, max(int((missing - begun) / mean), int(missing > 0 and not self._num_answering)))
         return max(most, 0)
 
-    def _next_question(self) -> tuple[int, Dialog] | None:
+    def _next_kind(self) -> str:
+        """The kind that lacks the most conversations. Counts the new one."""
+        whole = sum(self._by_kind[kind] for kind in self._shares) + 1
+        kind = max(self._shares, key=lambda each: self._shares[each] * whole - self._by_kind[each])
+        self._by_kind[kind] += 1
+        return kind
+
+    def _next_prompt(self) -> Prompt | None:
         is_given = bool(self._given) and self._num_given < self._config.given_share * (self._num_begun + 1)
-        source = self._given if is_given else self._ready
+        source = self._given if is_given else self._users.ready
         if not source:
             return None
         self._num_given += is_given
         self._num_begun += 1
         return source.popleft()
 
-    def _answer_jobs(self, chosen: Sequence[tuple[int, Dialog]]) -> list[Job]:
-        texts = [opening_text(self._tokenizer, dialog) for _, dialog in chosen]
-        jobs, drops = [], []
-        for (key, _), prompt_ids in zip(chosen, encode_all(self._tokenizer, texts), strict=True):
-            if len(prompt_ids) > self._max_length // 2:
-                drops.append(Drop("prompt: too long", key))
+    def _answer_jobs(self, chosen: Sequence[Prompt]) -> list[Job]:
+        texts = [opening_text(self._tokenizer, prompt.dialog) for prompt in chosen]
+        jobs: list[Job] = []
+        dropped: list[tuple[str, Drop]] = []
+        for prompt, prompt_ids in zip(chosen, encode_all(self._tokenizer, texts), strict=True):
+            if len(prompt_ids) > self._config.max_prompt_tokens:
+                dropped.append((prompt.kind, Drop("prompt: too long", prompt.key)))
                 continue
             temperature = self._chance.choice(self._config.temperatures)
             is_held_out = temperature == 0 and self._num_held_out < self._config.num_held_out
             self._num_held_out += is_held_out
-            params = SamplingParams(
-                self._max_length - len(prompt_ids),
-                temperature,
-                top_p=self._config.top_p,
-                top_k=self._config.top_k,
-                seed=self._chance.getrandbits(62),
-                stop_token_ids=(self._answer_end,),
+            num_turns = self._chance.randint(2, self._config.max_turns) if prompt.kind == "turns" else 1
+            history = list(prompt.dialog.messages)
+            jobs.append(
+                self._answer_job(
+                    _Growing(prompt.key, prompt.kind, history, prompt_ids, temperature, is_held_out, num_turns)
+                )
             )
-            jobs.append(Job(_Asked(key, temperature, is_held_out), prompt_ids, params))
         self._num_answering += len(jobs)
         if jobs:
             self._fruitless.clear()
-        self._drop_questions(drops)
+        self._drop_prompts(dropped)
         return jobs
 
-    def _question_job(self) -> Job:
-        prompt_ids, end = self._chance.choice(self._openings)
-        self._num_asking += 1
+    def _answer_job(self, growing: _Growing) -> Job:
         params = SamplingParams(
-            min(self._config.max_question_tokens, self._max_length // 2),  # a longer one fills more than half a row
-            self._config.question_temperature,
+            min(self._config.max_answer_tokens, self._max_length - len(growing.token_ids)),
+            growing.temperature,
+            top_p=self._config.top_p,
+            top_k=self._config.top_k,
             seed=self._chance.getrandbits(62),
-            stop_token_ids=(end,),
+            stop_token_ids=(self._answer_end,),
         )
-        return Job(None, prompt_ids, params)
+        return Job(growing, growing.token_ids, params)
 
-    def _take_questions(self, questions: Sequence[Answer]) -> None:
-        self._num_asking -= len(questions)
-        drops = []
-        spoken = [list(answer.token_ids[: len(answer.token_ids) - answer.is_ended]) for answer in questions]
-        texts = self._tokenizer.batch_decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for answer, words, text in zip(questions, spoken, map(str.strip, texts), strict=True):
-            question = Dialog("a question", ({"role": "user", "content": text},))
-            key = question.key()
-            if not answer.is_ended:
-                drops.append(Drop("question: cut"))
-            elif len(text) < SHORTEST_QUESTION:
-                drops.append(Drop("question: short"))
-            elif loops(np.array(words, dtype=np.int32)):
-                drops.append(Drop("question: loops"))
-            elif key in self._seen:
-                drops.append(Drop("question: asked before"))
-            else:
-                self._seen.add(key)
-                self._ready.append((key, question))
-        self._drop_questions(drops)
-
-    def _fault(self, token_ids: TokenIds, is_ended: bool) -> str | None:
+    def _fault(self, answer_ids: Sequence[int], is_ended: bool) -> str | None:
+        token_ids = np.array(answer_ids, dtype=np.int32)
         if len(token_ids) < self._config.min_answer_tokens:
             return "answer: short"
         if not self._config.keep_loops and loops(token_ids[: len(token_ids) - is_ended]):
@@ -309,49 +397,7 @@ def _by_reason(outcomes: Counter[str]) -> str:
     return ", ".join(f"{reason} ({number})" for reason, number in outcomes.most_common() if number)
 
 
-def loops(token_ids: TokenIds) -> bool:
-    """Whether the tokens end in a passage repeated three or more times over at least 32 tokens.
-
-    >>> loops(np.arange(100, dtype=np.int32)), loops(np.arange(100, dtype=np.int32) % 20)
-    (False, True)
-    """
-    content, size = token_ids.tobytes(), token_ids.itemsize
-    tail = content[-8 * size :]
-    earlier = content.rfind(tail, 0, len(content) - size)
-    if earlier < 0 or earlier % size:
-        return False
-    period = len(content) - len(tail) - earlier
-    compared = max(2 * period, LOOP_TOKENS * size)
-    return content[-compared:] == content[-compared - period : -period] and compared + period <= len(content)
-
-
-def _openings(
-    tokenizer: "PreTrainedTokenizerBase", config: SynthesisConfig, *, logs: bool = False
-) -> list[tuple[list[int], int]]:
-    """The start of a user turn for each system prompt that the chat template accepts."""
-    openings, refusal = [], None
-    for system_prompt in config.system_prompts:
-        try:
-            openings.append(question_opening(tokenizer, system_prompt))
-        except RequestError as error:
-            refusal = error
-    if refusal is not None:
-        if not openings:
-            raise refusal
-        if logs:
-            number = len(config.system_prompts)
-            log.info("using %d of the %d system prompts: %s", len(openings), number, refusal.message)
-    longest = max(len(token_ids) for token_ids, _ in openings)
-    if longest + SHORTEST_QUESTION > config.max_length:
-        raise ConfigError(
-            f"max_length {config.max_length} leaves no room for a question: the longest system prompt takes {longest} "
-            "tokens with the chat template",
-            hint="raise --max-length, or shorten system_prompts",
-        )
-    return openings
-
-
-def _unanswered(given: Sequence[Dialog], seen: set[int]) -> tuple[list[tuple[int, Dialog]], list[Drop]]:
+def _unanswered(given: Sequence[Dialog], seen: set[int]) -> tuple[list[Prompt], list[Drop]]:
     """The first turn of each unanswered prompt, and repeated prompts that are not counted yet.
 
     A repetition has its own key; with the prompt's key, a later run would take the prompt for done.
@@ -368,4 +414,4 @@ def _unanswered(given: Sequence[Dialog], seen: set[int]) -> tuple[list[tuple[int
         elif times[key] == 1 and key not in seen:
             prompts[key] = dialog
     seen.update(prompts)
-    return list(prompts.items()), repeated
+    return [Prompt(key, GIVEN, dialog) for key, dialog in prompts.items()], repeated

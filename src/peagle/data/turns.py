@@ -65,6 +65,25 @@ def following_turn(
     `history` precedes the answer, `messages` follow it. Returns None if the template would render other tokens: it
     rewrites the answer, or ends answers with another token.
     """
+    found = _after_answer(tokenizer, history, answer_ids, messages)
+    return None if found is None else (found[0], found[1])
+
+
+def following_question(
+    tokenizer: "PreTrainedTokenizerBase", history: Sequence[dict[str, Any]], answer_ids: Sequence[int]
+) -> list[int] | None:
+    """The token ids from the end of an answer to the start of the user's next message; None as above."""
+    found = _after_answer(tokenizer, history, answer_ids, [{"role": "user", "content": MARK}], until=MARK)
+    return None if found is None else found[1]
+
+
+def _after_answer(
+    tokenizer: "PreTrainedTokenizerBase",
+    history: Sequence[dict[str, Any]],
+    answer_ids: Sequence[int],
+    messages: Sequence[dict[str, Any]],
+    until: str | None = None,
+) -> tuple[dict[str, Any], list[int]] | None:
     *words, end = answer_ids
     answer = {"role": "assistant", "content": detokenize(tokenizer, words)}
     if set(words) & set(tokenizer.all_special_ids):
@@ -75,6 +94,9 @@ def following_turn(
     start = f"{chat_text(tokenizer, history, add_generation_prompt=True)}{answer['content']}{end_text}"
     if not (before.startswith(start) and whole.startswith(start)):
         return None
+    rest = whole[len(start) :]
+    if until is not None:
+        rest = rest.rpartition(until)[0]
     # Encode with the end token: some tokenizers treat the start of a text differently.
-    following = encode(tokenizer, end_text + whole[len(start) :])
+    following = encode(tokenizer, end_text + rest)
     return (answer, following[1:]) if following[:1] == [end] else None
