@@ -1,6 +1,7 @@
 """COD sampling: how many slots each depth keeps, which, and that no label leaves its answer."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from peagle.drafter.slots import training_slots
 from peagle.objective.cod import max_depths, max_num_slots, sample_depths
+from peagle.objective.config import TrainConfig
 
 shares = st.floats(0.01, 1.0)
 
@@ -22,7 +24,13 @@ def masks(draw, max_rows=3):
 
 def sampled(limits, num_draft_tokens, retention, floor=0.0, seed=0):
     chance = torch.rand(limits.shape, generator=torch.Generator().manual_seed(seed))
-    return sample_depths(limits, num_draft_tokens, retention, floor, chance)
+    return sample_depths(limits, kept(num_draft_tokens, retention, floor), chance)
+
+
+def kept(num_draft_tokens, retention=0.8, floor=0.0, deep_floor=0.0):
+    paths = {"data": Path("data"), "output": Path("output")}
+    settings = {"retention": retention, "retention_floor": floor, "deep_floor": deep_floor}
+    return TrainConfig(**paths, num_draft_tokens=num_draft_tokens, **settings).kept_shares
 
 
 def test_the_depths_of_a_two_turn_row_are_as_counted_by_hand():
@@ -104,6 +112,23 @@ def test_the_floor_holds_deep_depths_up():
     assert [(depths > depth).sum(1).tolist() for depth in range(1, 8)] == [[50, 50]] + [[25, 25]] * 6
 
 
+def test_deep_depths_keep_a_floor_of_anchors_and_the_first_eight_do_not_change():
+    shares = kept(32, deep_floor=0.1)
+    assert shares[:8] == kept(8) == kept(8, deep_floor=0.1) == tuple(0.8**depth for depth in range(8))
+    chance = torch.rand((1, 1000), generator=torch.Generator().manual_seed(0))
+    depths = sample_depths(torch.full((1, 1000), 32), shares, chance)
+    counts = [int((depths > depth).sum()) for depth in range(32)]
+    assert counts[8:12] == [168, 135, 108, 100] and counts[11:] == [100] * 21, "without a floor depth 31 keeps one"
+    assert counts[:8] == [math.ceil(1000 * 0.8**depth) for depth in range(8)]
+    assert int(depths.sum()) == max_num_slots(1000, shares)
+
+
+def test_the_floor_of_deep_depths_is_never_above_the_depth_before_them():
+    shares = kept(16, retention=0.5, deep_floor=0.1)
+    assert shares[8:] == (0.5**7,) * 8
+    assert kept(16, retention=0.5, floor=0.2, deep_floor=0.1)[8:] == (0.2,) * 8
+
+
 def test_the_sample_follows_the_random_numbers_and_nothing_else():
     limits = torch.full((3, 200), 6)
     torch.manual_seed(1)
@@ -117,7 +142,7 @@ def test_the_sample_follows_the_random_numbers_and_nothing_else():
 @given(st.integers(1, 5000), st.integers(1, 12), shares, st.floats(0.0, 1.0), st.data())
 @settings(deadline=None, max_examples=60)
 def test_max_num_slots_is_a_true_bound_and_reached(num_anchors, num_draft_tokens, retention, floor, data):
-    bound = max_num_slots(num_anchors, num_draft_tokens, retention, floor)
+    bound = max_num_slots(num_anchors, kept(num_draft_tokens, retention, floor))
     full = sampled(torch.full((1, num_anchors), num_draft_tokens), num_draft_tokens, retention, floor)
     assert int(full.sum()) == bound, "a row that is one long answer reaches it"
     num_eligible = data.draw(st.integers(0, num_anchors))
@@ -129,4 +154,4 @@ def test_max_num_slots_is_a_true_bound_and_reached(num_anchors, num_draft_tokens
 @pytest.mark.parametrize("num_anchors", [25, 125, 510, 5000, 100_000])
 def test_rounding_does_not_break_the_bound_where_a_share_is_a_whole_number(num_anchors):
     depths = sampled(torch.full((1, num_anchors), 8), 8, 0.8)
-    assert int(depths.sum()) == max_num_slots(num_anchors, 8, 0.8, 0.0)
+    assert int(depths.sum()) == max_num_slots(num_anchors, kept(8))

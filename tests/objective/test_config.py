@@ -27,7 +27,7 @@ def test_counts_below_one_are_refused(name):
     [
         ({"retention": 0.0}, "retention must be above 0 and at most 1"),
         ({"retention": float("nan")}, "retention must be above 0 and at most 1"),
-        ({"retention_floor": 1.5}, "retention_floor between 0 and 1"),
+        ({"retention_floor": 1.5}, "retention_floor must be between 0 and 1"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
         ({"learning_rate": float("nan")}, "learning_rate must be above 0, got nan"),
         ({"learning_rate": float("inf")}, "learning_rate must be above 0, got inf"),

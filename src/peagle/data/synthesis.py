@@ -173,16 +173,18 @@ class Synthesis:
 
     def next_jobs(self, room: int) -> list[Job]:
         jobs = [self._later.popleft() for _ in range(min(room, len(self._later)))]
-        num_wanted = self._num_wanted()
-        chosen: list[Prompt] = []
-        while len(chosen) < min(room - len(jobs), num_wanted) and (prompt := self._next_prompt()) is not None:
-            chosen.append(prompt)
-        begun = self._answer_jobs(chosen)
-        jobs += begun
-        num_missing = num_wanted - len(begun) - len(self._users.ready) - self._users.num_asking
-        for _ in range(min(num_missing, room - len(jobs) - self._users.num_waiting)):
-            self._users.begin(self._next_kind())
-        return jobs + (self._users.jobs(room - len(jobs)) if num_wanted else [])
+        while True:
+            num_wanted, chosen = self._num_wanted(), list[Prompt]()
+            while len(chosen) < min(room - len(jobs), num_wanted) and (prompt := self._next_prompt()) is not None:
+                chosen.append(prompt)
+            begun = self._answer_jobs(chosen)
+            jobs += begun
+            num_missing = num_wanted - len(begun) - len(self._users.ready) - self._users.num_asking
+            for _ in range(min(num_missing, room - len(jobs) - self._users.num_waiting)):
+                self._users.begin(self._next_kind())
+            # A prompt about documents that are there is ready at once.
+            if not (self._users.ready and num_wanted > len(begun) and len(jobs) < room):
+                return jobs + (self._users.jobs(room - len(jobs)) if num_wanted else [])
 
     def take(self, answers: Sequence[Answer]) -> None:
         written = [answer for answer in answers if isinstance(answer.job.tag, Written)]

@@ -113,13 +113,15 @@ class Batches:
         mine = slice(self.rank, None, self.world_size)
         rows = [[self.conversations[number] for number in row] for row in documents[mine]]
         token_ids_BT, loss_mask_BT, document_BT, position_BT = pack_sequences(rows, config.max_length)
-        cod = (config.num_draft_tokens, config.retention, config.retention_floor)
+        shares = config.kept_shares
         # An anchor needs a next token and one to predict in its document.
         is_anchor_BT = functional.pad((document_BT[:, 2:] == document_BT[:, :-2]) & (document_BT[:, :-2] >= 0), (0, 2))
         limit_BT = max_depths(loss_mask_BT, config.num_draft_tokens, document_BT)
-        depths_BT = functional.pad(sample_depths(limit_BT, *cod, torch.from_numpy(chance[mine])), (0, 2)) * is_anchor_BT
+        depths_BT = (
+            functional.pad(sample_depths(limit_BT, shares, torch.from_numpy(chance[mine])), (0, 2)) * is_anchor_BT
+        )
         start_BT = torch.arange(document_BT.shape[1]) - position_BT
-        num_slots = max_num_slots(document_BT.shape[1], *cod)
+        num_slots = max_num_slots(document_BT.shape[1], shares)
         sizes = {"num_slots": num_slots, "max_depth": config.num_draft_tokens, "multiple": SLOT_MULTIPLE}
         segments = partition(depths_BT, start_BT, num_partitions=config.num_partitions or 1, **sizes)
         # Labeled slots by judge, column anchor + depth + 1.

@@ -1,12 +1,13 @@
 """COD (conditional drop-token) sampling: which depths of which anchors to train.
 
-Depth d keeps a share retention**d of the anchors, nested: an anchor that keeps depth d keeps all smaller depths, which
-the deeper slot attends to. Every anchor keeps depth 0, the context of the others.
+Depth d keeps a share of the anchors, `TrainConfig.kept_shares`, nested: an anchor that keeps depth d keeps all smaller
+depths, which the deeper slot attends to. Every anchor keeps depth 0, the context of the others.
 
 Shapes: B sequences, T anchors.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,13 +36,11 @@ def max_depths(loss_mask_BT: Tensor, num_draft_tokens: int, document_BT: Tensor 
     return depths_BT
 
 
-def sample_depths(
-    max_depths_BT: Tensor, num_draft_tokens: int, retention: float, retention_floor: float, chance_BT: Tensor
-) -> Tensor:
+def sample_depths(max_depths_BT: Tensor, shares: Sequence[float], chance_BT: Tensor) -> Tensor:
     """Sample the number of depths of each anchor: at least 1 (the context), at most `max_depths_BT`.
 
-    Of n anchors with a label, depth d keeps the first ceil(n * max(retention**d, retention_floor)) in the order of
-    `chance_BT`, uniform in [0, 1). Using one order for all depths nests them.
+    Of n anchors with a label, depth d keeps the first ceil(n * shares[d]) in the order of `chance_BT`, uniform in
+    [0, 1). Using one order for all depths nests them.
     """
     is_eligible_BT = max_depths_BT > 0
     order_BT = chance_BT.masked_fill(~is_eligible_BT, 2.0).argsort(1)
@@ -49,14 +48,13 @@ def sample_depths(
     rank_BT = torch.empty_like(order_BT).scatter_(1, order_BT, rank_T)
     num_eligible_B1 = is_eligible_BT.sum(1, keepdim=True)
     depths_BT = torch.ones_like(max_depths_BT)
-    for depth in range(1, num_draft_tokens):
+    for depth, share in enumerate(shares[1:], 1):
         # Double precision, as in `max_num_slots`; rounding could exceed its bound.
-        num_kept_B1 = (num_eligible_B1.double() * max(retention**depth, retention_floor)).ceil()
+        num_kept_B1 = (num_eligible_B1.double() * share).ceil()
         depths_BT += (rank_BT < num_kept_B1) & (max_depths_BT > depth)
     return depths_BT
 
 
-def max_num_slots(num_anchors: int, num_draft_tokens: int, retention: float, retention_floor: float) -> int:
+def max_num_slots(num_anchors: int, shares: Sequence[float]) -> int:
     """The most slots a sequence of `num_anchors` anchors can have: the fixed shape of all batches."""
-    shares = (max(retention**depth, retention_floor) for depth in range(1, num_draft_tokens))
-    return num_anchors + sum(math.ceil(num_anchors * share) for share in shares)
+    return num_anchors + sum(math.ceil(num_anchors * share) for share in shares[1:])

@@ -9,6 +9,9 @@ from peagle.config import check_choices
 from peagle.data.config import require_at_least
 from peagle.errors import ConfigError
 
+DEEP = 8
+"""Depths from this one on, counted from 0, are sparse under COD sampling and have a floor of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -103,6 +106,8 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
     """loss weight by depth (default: 1)"""
     retention_floor: float = 0.0
     """COD sampling: the least share that any depth keeps"""
+    deep_floor: float = 0.1
+    """COD sampling: the least share that depths beyond 8 keep, but no more than depth 8 keeps"""
     min_learning_rate_ratio: float = 0.02
     """final learning rate of the cosine decay, relative to the peak"""
     weight_decay: float = 0.05
@@ -134,13 +139,11 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         check_choices(self)
-        if not 0 < self.retention <= 1 or not 0 <= self.retention_floor <= 1:
-            raise ConfigError(
-                f"retention must be above 0 and at most 1 and retention_floor between 0 and 1, "
-                f"got {self.retention} and {self.retention_floor}"
-            )
-        if not 0 <= self.min_learning_rate_ratio <= 1:
-            raise ConfigError(f"min_learning_rate_ratio must be between 0 and 1, got {self.min_learning_rate_ratio}")
+        if not 0 < self.retention <= 1:
+            raise ConfigError(f"retention must be above 0 and at most 1, got {self.retention}")
+        for name in ("retention_floor", "deep_floor", "min_learning_rate_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         self._check_method()
         self._check_pair_head()
         weights = self.depth_weights
@@ -160,6 +163,13 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
                 f"max_length {self.max_length} is too short for {self.num_draft_tokens} draft tokens",
                 hint=f"use at least {self.num_draft_tokens + 3}",
             )
+
+    @property
+    def kept_shares(self) -> tuple[float, ...]:
+        """COD sampling: the share of the anchors that keeps each depth, which never rises with the depth."""
+        shares = [max(self.retention**depth, self.retention_floor) for depth in range(self.num_draft_tokens)]
+        floor = min(self.deep_floor, shares[min(DEEP, self.num_draft_tokens) - 1])
+        return tuple(share if depth < DEEP else max(share, floor) for depth, share in enumerate(shares))
 
     def _check_method(self) -> None:
         """Reject settings that the method does not use, and contradictory ones."""

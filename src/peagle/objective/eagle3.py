@@ -78,8 +78,8 @@ class UnrolledObjective:
 
 def slots_by_depth(config: TrainConfig, num_anchors: int) -> list[int]:
     """The most slots per sequence of each depth: the fixed shapes of the passes."""
-    cod = (config.retention, config.retention_floor)
-    most = [0] + [max_num_slots(num_anchors, depth + 1, *cod) for depth in range(config.num_draft_tokens)]
+    shares = config.kept_shares
+    most = [0] + [max_num_slots(num_anchors, shares[: depth + 1]) for depth in range(config.num_draft_tokens)]
     return [-(-(after - before) // SLOT_MULTIPLE) * SLOT_MULTIPLE for before, after in pairwise(most)]
 
 

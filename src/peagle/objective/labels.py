@@ -33,8 +33,7 @@ class ChunkShape(NamedTuple):
     def of(cls, config: TrainConfig, vocab_size: int | None = None) -> "ChunkShape":
         """Chunks for a CPU or, with the drafter's `vocab_size`, for a GPU."""
         num_labels = LABEL_CHUNK if vocab_size is None else max(1, CHUNK_VALUES // vocab_size // 1024) * 1024
-        cod = (config.num_draft_tokens, config.retention, config.retention_floor)
-        labels_per_judge = max_num_slots(1000, *cod) / 1000
+        labels_per_judge = max_num_slots(1000, config.kept_shares) / 1000
         num_judges = _round_up(int(num_labels / labels_per_judge * JUDGE_SPARE), LABEL_MULTIPLE)
         return cls(num_labels, num_judges, vocab_size is not None)
 

@@ -128,8 +128,7 @@ def unrolled_activations(
 
 
 def _num_slots(config: TrainConfig, micro_batch_size: int, num_partitions: int) -> int:
-    cod = (config.num_draft_tokens, config.retention, config.retention_floor)
-    row_slots = max_num_slots(config.max_length, *cod)
+    row_slots = max_num_slots(config.max_length, config.kept_shares)
     return micro_batch_size * segment_size(row_slots, num_partitions, config.num_draft_tokens, SLOT_MULTIPLE)
 
 
