@@ -55,6 +55,15 @@ def test_limit_takes_the_first_prompts(evaluate):
 def test_the_table_shows_acceptance(evaluate):
     result = evaluate("--num-draft-tokens", 2)
     assert "acceptance length (K = 2)" in result.out and "accepted, by position" in result.out
+    for part in ("prompt", "answer", "text"):
+        assert f"acceptance length, by tokens of the {part}" in result.out
+
+
+def test_acceptance_is_measured_by_length_of_the_text(evaluate):
+    document = evaluate("--json").json
+    for ranges in document["by_length"].values():
+        assert sum(found["num_drafts"] for found in ranges.values()) == document["num_drafts"]
+    assert list(document["by_length"]["answer"]) == ["0-127"], "answers of at most 12 tokens"
 
 
 def test_the_shipped_prompts_are_recorded_as_the_baseline_of_the_drift_alarm(peagle, models, tmp_path):

@@ -10,6 +10,7 @@ import torch
 import peagle
 from harness.model_families import sequential
 from harness.tiny_models import tiny_drafter, tiny_target
+from peagle.checkpoint.card import DrafterCard, TargetIdentity
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.checks import check_drafts
@@ -293,3 +294,26 @@ def test_an_interrupt_at_any_place_leaves_the_engine_usable(
 
 def test_the_package_offers_it() -> None:
     assert peagle.LLM is LLM and peagle.RequestOutput is RequestOutput
+
+
+def test_a_sequence_beyond_the_drafters_trained_length_is_warned_of_once(
+    target: HFTarget, drafter: Drafter, reference: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = drafter.config
+    card = DrafterCard(TargetIdentity.of(target), config.method, config.num_draft_tokens, 40, config.aux_layer_ids)
+    drafter.card = card
+    try:
+        with LLM(target, drafter, K, max_batch=4, page_size=8) as llm:
+            llm.generate([[5, 6, 7]], PARAMS)
+            assert not warnings(caplog), "19 tokens are within the 40 of the card"
+            llm.generate([list(range(20, 58)), list(range(20, 80))], PARAMS)
+            llm.generate([list(range(20, 90))], PARAMS)
+    finally:
+        drafter.card = None
+    (message,) = warnings(caplog)
+    assert message.startswith("a sequence of 60 tokens exceeds the 40 that the drafter was trained for")
+    assert "peagle eval --prompts FILE" in message and "peagle train --max-length 64" in message
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -64,6 +64,20 @@ def curves_of(axes):
     return [list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()]
 
 
+def test_acceptance_by_length_has_a_panel_of_its_own():
+    ranges = {
+        "0-127": {"acceptance_length": 3.0, "num_drafts": 9},
+        "512-1023": {"acceptance_length": 2.0, "num_drafts": 9},
+    }
+    by_length = {"prompt": ranges, "text": {"128-255": {"acceptance_length": 2.5, "num_drafts": 18}}}
+    line = {"step": 40, "replay": {"acceptance_length": 2.5, "by_length": by_length}}
+    *_, lengths = drawn([*LINES, line], "a drafter").axes
+    assert lengths.get_title() == "acceptance length by tokens (last save)"
+    assert curves_of(lengths) == [[(0, 3.0), (2, 2.0)], [(1, 2.5)]]
+    assert [label.get_text() for label in lengths.get_xticklabels()] == ["0", "128", "512"]
+    assert [text.get_text() for text in lengths.get_legend().get_texts()] == ["prompt", "text"]
+
+
 def test_the_picture_has_the_curves_of_loss_accuracy_and_acceptance():
     later = {"step": 40, "replay": {"acceptance_length": 1.7, "per_position": [0.5, 0.2], "num_drafts": 10}}
     figure = drawn([*LINES, later], "a drafter")

@@ -8,12 +8,12 @@ from harness.model_families import trained_drafter
 from harness.pair_heads import random_head
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.data.conversations import Conversation
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft
 from peagle.decoding.reference import decode
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
-from peagle.training.replay import draft_everywhere, replay
+from peagle.training.replay import draft_everywhere, replay, replay_drafts
 
 NUM_DRAFT_TOKENS = [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 
@@ -201,6 +201,17 @@ def test_always_right_drafts_have_the_longest_acceptance(target, drafter, monkey
     result = replay(target, drafter, [row], 4)
     # 20 tokens after the first, five a step.
     assert result.num_drafts == 4 and result.acceptance_length == 5.0 and result.per_position == [1.0] * 4
+
+
+def test_drafts_know_where_in_which_answer_they_were_made(target, drafter, monkeypatch):
+    row = conversation(target, (4, 11), (6, 8))
+    monkeypatch.setattr("peagle.training.replay.draft_everywhere", always_right(4))
+    assert replay_drafts(target, drafter, [row], 4) == [
+        VerifiedDraft(4, 1, 4),
+        VerifiedDraft(4, 6, 4),
+        VerifiedDraft(21, 1, 4),
+        VerifiedDraft(21, 6, 2),
+    ]
 
 
 def test_nothing_to_draft_counts_nothing(target, drafter):

@@ -119,6 +119,11 @@ def test_the_card_says_what_was_trained_on_what_and_how_well_it_does(target, dat
     assert record["num_drafts"] == result.num_drafts > 0 and record["num_draft_tokens"] == 3
     assert record["acceptance_length"] == pytest.approx(result.acceptance_length, abs=1e-4)
     assert card.data["held_out"] == {"name": "answers.jsonl", "num": 6, "num_greedy": 6}
+    for ranges in record["by_length"].values():
+        assert sum(found["num_drafts"] for found in ranges.values()) == record["num_drafts"]
+    assert record["by_length"].keys() == {"prompt", "answer", "text"}
+    saved = [line["replay"] for line in metrics_of(output) if "replay" in line]
+    assert saved[-1] == record and all("by_length" in line for line in saved), "measured at every save"
 
 
 def test_metrics_hold_the_losses_and_a_replay_at_every_save(finished):

@@ -47,8 +47,9 @@ def main(argv: list[str]) -> int:
     drafter = arguments.drafter.load(target)
 
     from peagle.checkpoint.native import drafter_directory
-    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure, mixed_prompts, record_baseline
+    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure_by_length, mixed_prompts, record_baseline
     from peagle.compare.answers import render_prompt
+    from peagle.decoding.acceptance import length_rows
 
     if given is None:
         token_ids = mixed_prompts(target, arguments.max_tokens)[: arguments.limit]
@@ -61,11 +62,11 @@ def main(argv: list[str]) -> int:
         depth = (arguments.record and config.num_draft_tokens) or config.usual_num_draft_tokens
     with progress_bar() as progress:
         task = progress.add_task("decoding", total=len(token_ids))
-        found, num_tokens = measure(
+        found, num_tokens, by_length = measure_by_length(
             target, drafter, token_ids, params, depth, lambda done: progress.update(task, completed=done)
         )
     workload = MIXED_PROMPTS if arguments.prompts is None else workload_name(arguments.prompts)
-    measured = entry(drafter, found, workload, len(token_ids), params)
+    measured = entry(drafter, found, workload, len(token_ids), params) | {"by_length": by_length}
     if arguments.record:
         record_baseline(drafter_directory(arguments.drafter.drafter, target), target, drafter, measured)
     document = measured | {
@@ -82,6 +83,7 @@ def main(argv: list[str]) -> int:
     rows = {
         f"acceptance length (K = {depth})": f"{measured['acceptance_length']:.3f}",
         "accepted, by position": " ".join(f"{share:.2f}" for share in measured["per_position"]),
+        **length_rows(by_length),
         "answer tokens": f"{num_tokens:,}",
         "drafts verified": f"{measured['num_drafts']:,}",
     }

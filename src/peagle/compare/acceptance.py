@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, SAMPLED_BASELINE, card_of, pair_head_of
-from peagle.compare.answers import answer_with_engine, decode_with_reference
+from peagle.compare.answers import decode_with_reference, outputs_of_engine
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, acceptance_by_length, verified_drafts
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
@@ -44,10 +44,27 @@ def measure(
     on_part: Callable[[int], None] = lambda _: None,
 ) -> tuple[Acceptance, int]:
     """Acceptance and number of answer tokens of our engine; `on_part` gets the number of prompts answered so far."""
+    return measure_by_length(target, drafter, prompts, params, num_draft_tokens, on_part)[:2]
+
+
+def measure_by_length(
+    target: "HFTarget",
+    drafter: "Drafter",
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    num_draft_tokens: int,
+    on_part: Callable[[int], None] = lambda _: None,
+) -> tuple[Acceptance, int, dict[str, Any]]:
+    """The same, and acceptance by length of the text."""
     drafter.check_num_draft_tokens(num_draft_tokens)
-    each = [params] * len(prompts)
-    answers, found = answer_with_engine(target, drafter, num_draft_tokens, prompts, each, on_part)
-    return sum(found, Acceptance(0, (0,) * num_draft_tokens)), sum(map(len, answers))
+    outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, [params] * len(prompts), on_part)
+    found = sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
+    drafts = [
+        draft
+        for output in outputs
+        for draft in verified_drafts(len(output.prompt_token_ids), output.metrics.accepted_by_draft)
+    ]
+    return found, sum(len(output.outputs[0].token_ids) for output in outputs), acceptance_by_length(drafts)
 
 
 def entry(

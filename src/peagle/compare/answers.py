@@ -10,6 +10,7 @@ from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
+    from peagle.engine.outputs import RequestOutput
     from peagle.targets.hf import HFTarget
 
 Answers = list[tuple[int, ...]]
@@ -59,21 +60,31 @@ def answer_with_engine(
     params: Sequence[SamplingParams],
     on_part: Callable[[int], None] = lambda _: None,
 ) -> tuple[Answers, list[Acceptance]]:
-    """Answers of the engine that `peagle serve` runs, with drafts, batched; and the acceptance of each answer.
+    """Answers of the engine that `peagle serve` runs, with drafts, batched; and the acceptance of each answer."""
+    outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, params, on_part)
+    return [output.outputs[0].token_ids for output in outputs], [output.metrics.acceptance for output in outputs]
 
-    `on_part` gets the number of prompts answered so far.
-    """
+
+def outputs_of_engine(
+    target: "HFTarget",
+    drafter: "Drafter",
+    num_draft_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    on_part: Callable[[int], None] = lambda _: None,
+) -> "list[RequestOutput]":
+    """The same with all that the engine says about them. `on_part` gets the number of prompts answered so far."""
     from peagle.engine.llm import LLM
 
     longest = max(map(len, prompts)) + max(each.max_tokens for each in params) + 2 * num_draft_tokens
     max_batch, max_length = min(MAX_BATCH, len(prompts)), min(longest, target.max_length)
-    outputs = []
+    outputs: list[RequestOutput] = []
     with LLM(target, drafter, num_draft_tokens, max_batch=max_batch, max_length=max_length, verify_tokens=0) as llm:
         for start in range(0, len(prompts), PART):
             part = slice(start, start + PART)
             outputs += llm.generate([list(prompt) for prompt in prompts[part]], list(params[part]))
             on_part(len(outputs))
-    return [output.outputs[0].token_ids for output in outputs], [output.metrics.acceptance for output in outputs]
+    return outputs
 
 
 def generate_with_transformers(target: "HFTarget", prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:

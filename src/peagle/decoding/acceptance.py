@@ -8,9 +8,15 @@ The formulas are vLLM's. For the draft in which an answer ends, peagle counts th
 accepted tokens after the end, so its acceptance length is slightly higher.
 """
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
+
+LENGTHS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens that ranges of lengths begin with."""
 
 
 def per_position(num_drafts_by_accepted: Sequence[int]) -> list[int]:
@@ -54,3 +60,70 @@ class Acceptance:
     @property
     def per_position(self) -> list[float]:
         return [count / max(1, self.num_drafts) for count in self.accepted_per_position]
+
+
+class VerifiedDraft(NamedTuple):
+    """One draft of an answer, and where in the text it was made."""
+
+    prompt_length: int
+    """tokens before the answer"""
+    position: int
+    """tokens of the answer before the draft"""
+    num_accepted: int
+
+
+def verified_drafts(prompt_length: int, accepted_by_draft: Iterable[int]) -> list[VerifiedDraft]:
+    """The drafts of an answer, whose first token prefill emitted, in every later step of which a draft was verified.
+
+    >>> verified_drafts(20, [3, 0])
+    [VerifiedDraft(prompt_length=20, position=1, num_accepted=3), VerifiedDraft(prompt_length=20, position=5, \
+num_accepted=0)]
+    """
+    drafts, position = [], 1
+    for num_accepted in accepted_by_draft:
+        drafts.append(VerifiedDraft(prompt_length, position, num_accepted))
+        position += num_accepted + 1
+    return drafts
+
+
+def acceptance_by_length(drafts: Iterable[VerifiedDraft]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The acceptance length by tokens of the prompt, of the answer so far, and of both (text), in ranges.
+
+    >>> acceptance_by_length([VerifiedDraft(100, 1, 3), VerifiedDraft(100, 30, 1)])["text"]
+    {'0-127': {'acceptance_length': 4.0, 'num_drafts': 1}, '128-255': {'acceptance_length': 2.0, 'num_drafts': 1}}
+    """
+    counts: dict[str, dict[int, list[int]]] = {
+        name: defaultdict(lambda: [0, 0]) for name in ("prompt", "answer", "text")
+    }
+    for draft in drafts:
+        lengths = (draft.prompt_length, draft.position, draft.prompt_length + draft.position)
+        for ranges, length in zip(counts.values(), lengths, strict=True):
+            found = ranges[bisect_right(LENGTHS, length) - 1]
+            found[0] += 1
+            found[1] += draft.num_accepted
+    return {
+        name: {
+            _range(index): {"acceptance_length": round(1 + accepted / number, 4), "num_drafts": number}
+            for index, (number, accepted) in sorted(ranges.items())
+        }
+        for name, ranges in counts.items()
+    }
+
+
+def length_rows(by_length: dict[str, dict[str, dict[str, Any]]]) -> dict[str, str]:
+    """Lines of a table for what `acceptance_by_length` found.
+
+    >>> length_rows({"prompt": {"0-127": {"acceptance_length": 4.0, "num_drafts": 1}}})
+    {'acceptance length, by tokens of the prompt': '0-127: 4.00'}
+    """
+    return {
+        f"acceptance length, by tokens of the {name}": ", ".join(
+            f"{length}: {found['acceptance_length']:.2f}" for length, found in ranges.items()
+        )
+        for name, ranges in by_length.items()
+    }
+
+
+def _range(index: int) -> str:
+    first, following = LENGTHS[index], LENGTHS[index + 1 : index + 2]
+    return f"{first}-{following[0] - 1}" if following else f"{first}-"

@@ -1,5 +1,6 @@
 """Checks of the engine's settings before it starts, and of a request before it is queued."""
 
+import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from peagle.kernels.candidate_tree import MAX_NODES
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import CPU_MAX_LENGTH, GPU_MAX_LENGTH, TREE_DEPTH, TREE_NODES, EngineConfig
 from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 
 def as_ids(prompt_ids: Sequence[int]) -> list[int]:
@@ -72,3 +75,23 @@ def check_max_length(config: EngineConfig, target: HFTarget, is_gpu: bool) -> in
             hint=f"use at most {target.max_length}",
         )
     return config.max_length
+
+
+class TrainedLength:
+    """Warns of the first sequence that is longer than the texts the drafter was trained on, as its card says."""
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        card = None if drafter is None else drafter.card
+        self._max_length = None if card is None else card.max_length
+
+    def check(self, num_tokens: int) -> None:
+        if self._max_length is None or num_tokens <= self._max_length:
+            return
+        log.warning(
+            "a sequence of %d tokens exceeds the %d that the drafter was trained for, so fewer drafts may be accepted; "
+            "measure it with `peagle eval --prompts FILE`, or train on longer rows with `peagle train --max-length %d`",
+            num_tokens,
+            self._max_length,
+            1 << (num_tokens - 1).bit_length(),
+        )
+        self._max_length = None

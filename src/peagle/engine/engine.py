@@ -18,7 +18,7 @@ from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
-from peagle.engine.checks import as_ids, check_drafts, check_max_length, check_types
+from peagle.engine.checks import TrainedLength, as_ids, check_drafts, check_max_length, check_types
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
 from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
 from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
@@ -79,6 +79,7 @@ class Engine:
         self._launches: deque[Launch] = deque()
         self._numbers = itertools.count()
         self._is_closed = False
+        self._trained_length = TrainedLength(drafter)
         self._stats = EngineStats()
         self._num_drafts_by_accepted = [0] * (self.num_draft_tokens + 1)
         self._finished: list[RequestOutput] = []
@@ -117,6 +118,7 @@ class Engine:
         params = params or SamplingParams()
         prompt_ids = as_ids(prompt_ids)
         check_prompt(self.target, prompt_ids)
+        self._trained_length.check(len(prompt_ids))
         check_types(params)
         if request_id is None:
             request_id = self._free_id()
@@ -366,6 +368,7 @@ class Engine:
         """Finish a completion; returns the output if it was the last one of its request."""
         pending, request = completion.parent, completion.request
         self.scheduler.finish(request)
+        self._trained_length.check(request.prompt_length + len(request.output_ids))
         del self._completions[request]
         self._guided.discard(request)
         completion.is_done, completion.finish_reason = True, finish_reason
@@ -387,17 +390,19 @@ class Engine:
 
     def _metrics(self, pending: PendingRequest) -> RequestMetrics:
         completions = pending.completions
+        accepted = [count for each in completions for count in each.accepted]
         started = [each.request.started_at for each in completions if each.request.started_at is not None]
         return RequestMetrics(
             pending.arrived,
             pending.first_token_at,
             time.perf_counter(),
-            Acceptance.of([count for each in completions for count in each.accepted], self.num_draft_tokens),
+            Acceptance.of(accepted, self.num_draft_tokens),
             pending.num_cached_tokens,
             sum(each.request.num_preemptions for each in completions),
             min(started, default=None),
             sum(each.num_draft_tokens for each in completions),
             sum(each.num_tolerated_tokens for each in completions),
+            tuple(accepted),
         )
 
     def _completion(self, completion: PendingCompletion) -> Completion:

@@ -40,6 +40,8 @@ class RequestMetrics:
     """tokens of the verified drafts"""
     num_tolerated_tokens: int = 0
     """tokens that are drafts which the target merely tolerated; 0 unless `SamplingParams.tolerance` is below 1"""
+    accepted_by_draft: tuple[int, ...] = ()
+    """accepted tokens of each verified draft, in order, completion by completion"""
 
     @property
     def is_lossless(self) -> bool:

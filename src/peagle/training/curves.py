@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.training.resume import RunState
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
@@ -71,13 +72,15 @@ def plot(lines: Sequence[Line], path: Path, title: str) -> bool:
 
 
 def drawn(lines: Sequence[Line], title: str) -> "Figure":
-    """The figure: three panels. At least one line must have a loss."""
+    """The figure: three panels, and a fourth if acceptance was measured by length. At least one line has a loss."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     losses = [line for line in lines if "loss" in line]
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    loss_axes, accuracy_axes, replay_axes = figure.subplots(1, 3)
+    replays = [line for line in lines if "replay" in line]
+    by_length = replays[-1]["replay"].get("by_length") if replays else None
+    figure = Figure(figsize=(13 if by_length is None else 17, 4), layout="constrained")
+    loss_axes, accuracy_axes, replay_axes, *length_axes = figure.subplots(1, 3 if by_length is None else 4)
     steps = [line["step"] for line in losses]
     marker = "o" if len(steps) == 1 else None
     loss_axes.plot(steps, [line["loss"] for line in losses], color="black", linewidth=1.5, marker=marker)
@@ -90,7 +93,6 @@ def drawn(lines: Sequence[Line], title: str) -> "Figure":
     accuracy_axes.set_title("accuracy by depth (vs. the target's argmax)", fontsize=10)
     accuracy_axes.set_ylim(0, 1)
     accuracy_axes.legend(title="depth", fontsize=8, title_fontsize=8, frameon=False, ncols=2, loc="best")
-    replays = [line for line in lines if "replay" in line]
     if replays:
         values = [line["replay"]["acceptance_length"] for line in replays]
         replay_axes.plot([line["step"] for line in replays], values, color="#1f6f8b", linewidth=1.5, marker="o")
@@ -104,10 +106,26 @@ def drawn(lines: Sequence[Line], title: str) -> "Figure":
     for axes in (loss_axes, accuracy_axes, replay_axes):
         axes.set_xlabel("optimizer step")
         axes.set_xlim(0, max(line["step"] for line in lines) * 1.03)
+    for axes in length_axes:
+        _draw_lengths(axes, by_length or {})
+    for axes in figure.axes:
         axes.grid(True, color="#e4e4e4", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _draw_lengths(axes: "Axes", by_length: Mapping[str, Mapping[str, Any]]) -> None:
+    """Acceptance length at the last save, by where in the text a draft was made."""
+    names = sorted({name for ranges in by_length.values() for name in ranges}, key=lambda name: int(name.split("-")[0]))
+    for of, ranges in by_length.items():
+        points = [(names.index(name), found["acceptance_length"]) for name, found in ranges.items()]
+        axes.plot(*zip(*points, strict=True), linewidth=1.5, marker="o", label=of)
+    axes.set_xticks(range(len(names)), [name.split("-")[0] for name in names], fontsize=8)
+    axes.set_xlabel("from this many tokens")
+    axes.set_ylim(bottom=1)
+    axes.set_title("acceptance length by tokens (last save)", fontsize=10)
+    axes.legend(title="tokens of the", fontsize=8, title_fontsize=8, frameon=False, loc="best")
 
 
 def _has(package: str, otherwise: str) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.conversations import Conversation
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft
 from peagle.decoding.draft_tree import check_tree
 from peagle.drafter.model import Drafter, DrafterOutput
 from peagle.drafter.slots import PADDING, Slots, training_slots, visible
@@ -37,7 +37,6 @@ from peagle.targets.hf import HFTarget
 ANCHORS_AT_ONCE = 256
 
 
-@torch.no_grad()
 def replay(
     target: HFTarget,
     drafter: Drafter,
@@ -47,9 +46,23 @@ def replay(
     tree_nodes: int | None = None,
 ) -> Acceptance:
     """Acceptance on `conversations`, whose answers must be the target's greedy ones. Drafts are chains, or trees."""
+    drafts = replay_drafts(target, drafter, conversations, num_draft_tokens, tokens_at_once, tree_nodes)
+    return Acceptance.of((draft.num_accepted for draft in drafts), num_draft_tokens)
+
+
+@torch.no_grad()
+def replay_drafts(
+    target: HFTarget,
+    drafter: Drafter,
+    conversations: Sequence[Conversation],
+    num_draft_tokens: int,
+    tokens_at_once: int = 16384,
+    tree_nodes: int | None = None,
+) -> list[VerifiedDraft]:
+    """The drafts that serving would verify, and where in the text."""
     drafter.config.check_num_draft_tokens(num_draft_tokens)
     check_tree(drafter, tree_nodes)
-    accepted_by_step: list[int] = []
+    drafts: list[VerifiedDraft] = []
     was_training = drafter.training
     drafter.eval()
     # A draft needs a first token, the answer's first token, and one to draft.
@@ -67,10 +80,10 @@ def replay(
                 found = likeliest_everywhere(*arguments, depths_BT.sign() * num_draft_tokens, drafter.num_candidates)
                 counts = [partial(_count_tree, drafter, *tables, tree_nodes) for tables in zip(*found, strict=True)]
             for conversation, count in zip(rows, counts, strict=True):
-                accepted_by_step += _walk(count, conversation, num_draft_tokens)
+                drafts += _walk(count, conversation, num_draft_tokens)
     finally:
         drafter.train(was_training)
-    return Acceptance.of(accepted_by_step, num_draft_tokens)
+    return drafts
 
 
 @torch.no_grad()
@@ -186,24 +199,28 @@ def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Con
         yield batch
 
 
-def _walk(count: Callable[[int, list[int]], int], conversation: Conversation, num_draft_tokens: int) -> list[int]:
-    """Accepted tokens per step. Prefill emits the answer's first token; each step emits accepted + 1.
+def _walk(
+    count: Callable[[int, list[int]], int], conversation: Conversation, num_draft_tokens: int
+) -> list[VerifiedDraft]:
+    """The draft of each step. Prefill emits the answer's first token; each step emits accepted + 1.
 
     `count(anchor, answer)` says how many tokens the drafts at an anchor have in common with the answer.
     """
     token_ids, mask = conversation.token_ids.tolist(), conversation.loss_mask.tolist()
-    accepted_by_step = []
-    newest = 1
+    drafts = []
+    newest, start = 1, 0
     while newest < len(token_ids) - 1:
         if not (mask[newest] and mask[newest + 1]):
-            newest += 1
+            newest, start = newest + 1, 0
             continue
+        if not start:
+            start = newest - sum(takewhile(bool, reversed(mask[:newest])))
         following = slice(newest + 1, newest + 1 + num_draft_tokens)
         answer = takewhile(itemgetter(1), zip(token_ids[following], mask[following], strict=True))
         accepted = count(newest - 1, [token for token, _ in answer])
-        accepted_by_step.append(accepted)
+        drafts.append(VerifiedDraft(start, newest + 1 - start, accepted))
         newest += accepted + 1
-    return accepted_by_step
+    return drafts
 
 
 def _count_chain(drafts_TK: list[list[int]], anchor: int, answer: list[int]) -> int:

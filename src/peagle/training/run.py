@@ -17,7 +17,7 @@ from peagle.compare.acceptance import baseline_after_training
 from peagle.compare.evidence import record
 from peagle.data.conversations import Conversation
 from peagle.data.generation import check_max_length
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, acceptance_by_length
 from peagle.drafter.model import Drafter
 from peagle.drafter.pair_head import PairHead
 from peagle.errors import CheckpointError, ConfigError
@@ -34,7 +34,7 @@ from peagle.training.feature_store import contents_digest
 from peagle.training.features import features_for
 from peagle.training.initial_drafter import check_initial_drafter, draft_vocab_facts, earlier_facts, initial_drafter
 from peagle.training.planner import planned
-from peagle.training.replay import replay
+from peagle.training.replay import replay, replay_drafts
 from peagle.training.resume import RunState, saved_settings
 from peagle.training.trainer import Trainer
 
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, dict[str, Any] | None], None]
 Facts = dict[str, Any]
+Replayed = tuple[Acceptance, Facts]
+"""Acceptance on held-out answers, and by length of the text."""
 OBJECTIVES: dict[str, type[ParallelObjective | UnrolledObjective]] = {
     "p-eagle": ParallelObjective,
     "eagle3": UnrolledObjective,
@@ -86,17 +88,17 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
 
     def on_save(step: int) -> dict[str, Any]:
         served = _as_served(target, drafter)
-        measured = replay(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
+        measured = _replayed(target, served, text.held_out, config.num_draft_tokens) if text.held_out else None
         card = _card(target, served, config, text, earlier, measured, step)
         if world.is_main:
             save_drafter(served, run.drafter, card, full=False)
-        return {} if measured is None else {"replay": _record(served, measured)}
+        return {} if measured is None else {"replay": _record(served, *measured)}
 
     with shown_on_tensorboard(run, trainer.step):
         trainer.train(text.conversations, on_step, on_save)
     served = _as_served(target, drafter)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
-    measured = replay(target, served, checked, config.num_draft_tokens)
+    measured = _replayed(target, served, checked, config.num_draft_tokens)
     card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
     # In all processes, because the target may be sharded.
     with_engine = world.size == 1 and target.device.type == "cpu"
@@ -108,7 +110,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
         size = f"{config.num_layers} layers, {config.num_draft_tokens} depths"
         plot(run.metrics(), config.output / PLOT_NAME, f"{config.method} drafter for {target.name}: {size}")
     world.barrier()
-    _check_written(target, config, checked, measured)
+    _check_written(target, config, checked, measured[0])
     run.finish()
     return served
 
@@ -177,7 +179,7 @@ def _card(
     config: TrainConfig,
     text: RunText,
     earlier: Facts | None,
-    measured: Acceptance | None,
+    measured: Replayed | None,
     step: int,
 ) -> DrafterCard:
     """The drafter card, without the evidence, which takes longer."""
@@ -197,7 +199,7 @@ def _card(
         max_length=config.max_length,
         aux_layer_ids=drafter.config.aux_layer_ids,
         data=text.facts,
-        acceptance={} if measured is None else {"held_out_replay": _record(drafter, measured)},
+        acceptance={} if measured is None else {"held_out_replay": _record(drafter, *measured)},
         training=settings,
         provenance=provenance(torch.cuda.get_device_name() if is_cuda else None),
     )
@@ -214,10 +216,19 @@ def _replay_without_pair_head(
     return {"held_out_replay_without_pair_head": _record(plain, found)}
 
 
-def _record(drafter: Drafter, result: Acceptance) -> dict[str, Any]:
-    return pair_head_of(drafter) | {
+def _replayed(
+    target: HFTarget, drafter: Drafter, conversations: Sequence[Conversation], num_draft_tokens: int
+) -> Replayed:
+    drafts = replay_drafts(target, drafter, conversations, num_draft_tokens)
+    acceptance = Acceptance.of((draft.num_accepted for draft in drafts), num_draft_tokens)
+    return acceptance, {"by_length": acceptance_by_length(drafts)}
+
+
+def _record(drafter: Drafter, result: Acceptance, more: Facts | None = None) -> Facts:
+    record = {
         "num_draft_tokens": len(result.accepted_per_position),
         "acceptance_length": round(result.acceptance_length, 4),
         "per_position": [round(share, 4) for share in result.per_position],
         "num_drafts": result.num_drafts,
     }
+    return pair_head_of(drafter) | record | (more or {})
