@@ -1,7 +1,7 @@
 """Measures training memory and the effect of settings: the tables of docs/guides/train.md and docs/log.md.
 
     python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8]
-    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base retention ...]
+    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base tv lk ...]
 
 `memory` trains a random drafter for a few steps on one sequence of random ids, for each number of segments, and prints
 planned and measured memory. `ablations` trains one drafter per changed setting from random init, on the same data in
@@ -39,15 +39,26 @@ from peagle.training.trainer import Trainer
 NUM_MEASURED_STEPS = 3
 NUM_DRAFT_TOKENS = 8
 BASE: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "init": "random", "loss": "ce"}
+MORE_LAYERS = "five, evenly spaced"  # depends on the target
+DECAY = tuple(round(0.8**depth, 6) for depth in range(NUM_DRAFT_TOKENS))
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
+    "tv": {"loss": "tv+ce"},
+    "tv-decay": {"loss": "tv+ce", "depth_weights": DECAY},
+    "lk": {"loss": "lk"},
+    "lk-decay": {"loss": "lk", "depth_weights": DECAY},
+    "until-failure": {"labels": "until-failure"},
+    "five-target-layers": {"aux_layer_ids": MORE_LAYERS},
+    "six-layers": {"num_layers": 6},
     "two-layers": {"num_layers": 2},
     "one-layer": {"num_layers": 1},
     "own-embeddings": {"embeddings": "own"},
     "no-fc-norm": {"fc_norm": False},
     "retention": {"retention": 0.6},
     "all-labels": {"labels": "all"},
-    "depth-weights": {"depth_weights": tuple(0.8**depth for depth in range(NUM_DRAFT_TOKENS))},
+    "depth-weights": {"depth_weights": DECAY},
+    "depth-16": {"num_draft_tokens": 16},
+    "depth-16-no-floor": {"num_draft_tokens": 16, "deep_floor": 0.0},
     "from-target": {"init": "target"},
     "kl": {"loss": "kl"},
 }
@@ -129,7 +140,7 @@ def train_on_one_row(
 def compare_settings(arguments: argparse.Namespace) -> None:
     target = load_target(arguments.target)
     common = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
-    rows = [f"{'change':<16}  {'loss':>6}  {'replayed':>8}  accepted by depth"]
+    rows = [f"{'change':<18}  {'loss':>6}  {'replayed':>8}  {'K = 7':>6}  {'steps/s':>7}  accepted by depth"]
     for name in arguments.only:
         config = TrainConfig(
             data=arguments.data,
@@ -141,12 +152,20 @@ def compare_settings(arguments: argparse.Namespace) -> None:
             warmup_steps=max(1, arguments.num_steps // 10),
             save_every=arguments.num_steps,
             log_every=max(1, arguments.num_steps // 10),
-            **(BASE | common | CHANGES[name]),
+            **_changed(target, BASE | common | CHANGES[name]),
         )
         if not (config.output / "model.safetensors").exists():
             train_drafter(target, config, print_metrics)
         rows.append(_row(name, config.output))
         print("\n".join(["", *rows, ""]), flush=True)
+
+
+def _changed(target: HFTarget, settings: dict[str, Any]) -> dict[str, Any]:
+    if settings.get("aux_layer_ids") != MORE_LAYERS:
+        return settings
+    first, last = 1, target.num_layers - 2
+    spaced = sorted({round(first + (last - first) * index / 4) for index in range(5)})
+    return settings | {"aux_layer_ids": tuple(spaced)}
 
 
 def print_metrics(step: int, metrics: dict[str, Any] | None) -> None:
@@ -161,7 +180,9 @@ def _row(name: str, directory: Path) -> str:
     last = [line for line in lines if "loss" in line][-1]
     replayed = card.acceptance.get("held_out_replay", {"acceptance_length": float("nan"), "per_position": []})
     shares = " ".join(f"{share:.3f}" for share in replayed["per_position"])
-    return f"{name:<16}  {last['loss']:>6.3f}  {replayed['acceptance_length']:>8.3f}  {shares}"
+    chain = 1 + sum(replayed["per_position"][:7])  # what deeper drafters are compared by
+    figures = f"{last['loss']:>6.3f}  {replayed['acceptance_length']:>8.3f}  {chain:>6.3f}"
+    return f"{name:<18}  {figures}  {last['steps_per_second']:>7.2f}  {shares}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,13 @@ def slot_losses(draft_logits_NU, target_logits_NV, draft_to_target_U, kind):
     is_correct = target.argmax(-1) == (guess if draft_to_target_U is None else draft_to_target_U[guess])
     losses = torch.zeros(len(draft), dtype=torch.float64)
     if "ce" in kind:
-        losses = losses + functional.cross_entropy(draft, wanted.argmax(-1), reduction="none")
+        weight = 0.1 if kind == "tv+ce" else 1
+        losses = losses + weight * functional.cross_entropy(draft, wanted.argmax(-1), reduction="none")
+    overlap = torch.minimum(draft.softmax(-1), wanted.softmax(-1)).sum(-1)
+    if "tv" in kind:
+        losses = losses + 0.9 * (1 - overlap)
+    if kind == "lk":
+        losses = losses - overlap.log()
     if "kl" in kind:
         losses = losses + functional.kl_div(
             functional.log_softmax(draft, -1), functional.log_softmax(wanted, -1), reduction="none", log_target=True

@@ -48,7 +48,7 @@ def test_counts_below_one_are_refused(name):
         ({"init": "targets"}, "init must be one of 'target', 'random', got 'targets'"),
         ({"labels": "reach"}, "labels must be one of 'all', 'reached', got 'reach'"),
         ({"method": None}, "method must be one of 'p-eagle', 'eagle3', got None"),
-        ({"loss": "mse"}, "loss must be one of 'kl', 'ce', 'kl+ce', got 'mse'"),
+        ({"loss": "mse"}, "loss must be one of 'kl', 'ce', 'kl+ce', 'tv+ce', 'lk', got 'mse'"),
         ({"embeddings": "tied"}, "embeddings must be one of 'shared', 'own', got 'tied'"),
         ({"compile": "yes"}, "compile must be one of 'auto', 'on', 'off', got 'yes'"),
     ],
@@ -78,7 +78,7 @@ def test_a_recipe_file_becomes_settings_with_real_paths_and_tuples(tmp_path):
     [
         ("batchsize = 4", "unknown key 'batchsize'", "did you mean 'batch_size'?"),
         ('batch_size = "4"', "batch_size must be a whole number, got '4'", None),
-        ('loss = "kld"', "loss must be one of 'kl', 'ce', 'kl+ce', got 'kld'", "did you mean 'kl'?"),
+        ('loss = "kld"', "loss must be one of 'kl', 'ce', 'kl+ce', 'tv+ce', 'lk', got 'kld'", "did you mean 'kl'?"),
         ("num_steps = 0", "num_steps must be at least 1, got 0", None),
     ],
 )

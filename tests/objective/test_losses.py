@@ -9,7 +9,7 @@ from harness.plain_losses import slot_losses
 from peagle.objective.losses import judge_slots
 
 INFINITY = float("inf")
-KINDS = ("kl", "ce", "kl+ce")
+KINDS = ("kl", "ce", "kl+ce", "tv+ce", "lk")
 
 
 def logits(*shape, seed=0, scale=3.0):

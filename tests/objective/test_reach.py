@@ -12,7 +12,7 @@ from peagle.objective.config import TrainConfig
 from peagle.objective.labels import ChunkShape
 from peagle.objective.objective import Features
 from peagle.objective.p_eagle import ParallelObjective
-from peagle.objective.reach import num_departures, reached
+from peagle.objective.reach import likeliest_tokens, num_departures, reached, until_failure
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def is_reached(batch, features, row, depth, judge):
 
 
 def reached_only(batch, features, columns_at_a_time=4096):
-    departures = num_departures(batch.token_ids_BT, features, columns_at_a_time)
+    likeliest = likeliest_tokens(batch.token_ids_BT, features, columns_at_a_time)
+    departures = num_departures(batch.token_ids_BT, likeliest)
     parts = tuple(part._replace(labels=reached(part.labels, departures)) for part in batch.parts)
     return batch._replace(parts=parts)
 
@@ -116,7 +117,7 @@ def test_judging_a_whole_vocabulary_takes_no_more_logits_than_a_chunk_of_a_small
     drafter, shape = new_drafter(target, draft_vocab_size=draft_vocab_size), ChunkShape(64, 40)
     batch = packed_batch()._replace(chunk_shape=shape)
     features = features_that_follow(target, batch, 0.6)._replace(head=CountingHead())
-    found = ParallelObjective(drafter, settings(labels="reached"))._parts(batch, features)
+    found, _ = ParallelObjective(drafter, settings(labels="reached"))._parts(batch, features)
     sizes = features.head.nums_columns
     assert max(sizes) * target.vocab_size <= max(shape.num_labels * draft_vocab_size, target.vocab_size)
     assert len(set(sizes)) == 1, "one shape, for which kernels are chosen or compiled once"
@@ -125,11 +126,37 @@ def test_judging_a_whole_vocabulary_takes_no_more_logits_than_a_chunk_of_a_small
     assert torch.equal(found[0].labels.weight_N, kept.labels.weight_N)
 
 
+def test_labels_behind_the_first_wrong_guess_of_their_anchor_are_left_out(target):
+    batch = packed_batch()
+    features = features_that_follow(target, batch, 1.1)
+    likeliest = likeliest_tokens(batch.token_ids_BT, features, 4096)
+    is_right = torch.rand(len(batch.labels.row_N), generator=torch.Generator().manual_seed(1)) < 0.7
+    guesses = likeliest[batch.labels.row_N, batch.labels.judge_N] + ~is_right
+    kept = batch._replace(parts=(batch.parts[0]._replace(labels=until_failure(batch.labels, guesses, likeliest)),))
+    is_label = batch.labels.weight_N > 0  # the others are padding
+    right = dict(zip(labels_of(batch), is_right[is_label].tolist(), strict=True))
+
+    def is_counted(row, anchor, depth, judge):
+        return all(right[row, anchor, each, judge - depth + each] for each in range(depth))
+
+    expected = [label for label in labels_of(batch) if is_counted(*label)]
+    assert labels_of(kept) == expected and 0 < len(expected) < len(labels_of(batch))
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+def test_what_is_learned_until_failure_is_a_part_of_what_is_reached(target, num_partitions):
+    drafter, batch = new_drafter(target), packed_batch(num_partitions=num_partitions)
+    features = features_that_follow(target, batch, 0.6)
+    every, some = (learned(drafter, batch, features, labels=labels) for labels in ("reached", "until-failure"))
+    assert some[1][2, 0] == every[1][2, 0], "depth 0 is always judged"
+    assert (some[1][2, 1:] < every[1][2, 1:]).all()
+
+
 def test_reached_labels_are_the_default(target):
     drafter, batch = new_drafter(target), packed_batch()
     features = features_that_follow(target, batch, 0.6)
     assert TrainConfig(data=Path("data"), output=Path("out")).labels is None
-    found = ParallelObjective(drafter, settings(labels=None))._parts(batch, features)
+    found, _ = ParallelObjective(drafter, settings(labels=None))._parts(batch, features)
     assert torch.equal(found[0].labels.weight_N, reached_only(batch, features).labels.weight_N)
 
 

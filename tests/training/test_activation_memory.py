@@ -192,7 +192,7 @@ def test_masks_need_more_while_they_are_made(target, drafter, num_partitions):
     assert seen.most == pytest.approx(counted, rel=0.02)
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl", "kl+ce"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "kl+ce", "tv+ce", "lk"])
 def test_a_loss_that_is_not_compiled_needs_the_bytes_a_logit_that_the_planner_counts(loss):
     draft, target = torch.randn(256, 4096).bfloat16(), torch.randn(64, 4096).bfloat16()
     with MostBytes() as seen:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.tiny_models import tiny_target, write_drafter, write_target
+from peagle.checkpoint.card import read_card
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MAIN = runpy.run_path(str(BENCHMARKS / "training.py"))["main"]
@@ -39,13 +40,17 @@ def test_each_change_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     MAIN([*command, "--only", "base", "--settings", "num_layers=1"])
     written = (tmp_path / "out" / "base" / "model.safetensors").stat().st_mtime_ns
     capsys.readouterr()
-    MAIN([*command, "--only", "base", "retention", "--settings", "num_layers=1"])
+    changes = ["retention", "tv-decay", "until-failure", "five-target-layers"]
+    MAIN([*command, "--only", "base", *changes, "--settings", "num_layers=1"])
     assert (tmp_path / "out" / "base" / "model.safetensors").stat().st_mtime_ns == written
     table = capsys.readouterr().out.rstrip().rpartition("\n\n")[2].splitlines()
-    assert [line.split()[0] for line in table] == ["change", "base", "retention"]
+    assert [line.split()[0] for line in table] == ["change", "base", *changes]
     settings = json.loads((tmp_path / "out" / "retention" / "run" / "settings.json").read_text())
     assert settings["retention"] == 0.6 and settings["num_layers"] == 1
     assert all(float(line.split()[2]) >= 1 for line in table[1:]), "acceptance was replayed"
+    written = {name: read_card(tmp_path / "out" / name) for name in changes}
+    assert written["five-target-layers"].aux_layer_ids == (1, 2, 4, 5, 6)
+    assert written["tv-decay"].training["loss"] == "tv+ce" and written["tv-decay"].training["depth_weights"][1] == 0.8
 
 
 @pytest.mark.slow

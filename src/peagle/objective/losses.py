@@ -82,6 +82,26 @@ class LabelLoss:
         return judged.gradient_NU @ head_UD, head_gradient_UD, loss.float(), sums
 
 
+LEAST_OVERLAP = 1e-9  # keeps its logarithm finite
+
+
+class Weights(NamedTuple):
+    """What a loss is made of."""
+
+    ce: float = 0
+    kl: float = 0
+    overlap: float = 0
+
+
+WEIGHTS = {
+    "ce": Weights(ce=1),
+    "kl": Weights(kl=1),
+    "kl+ce": Weights(ce=1, kl=1),
+    "tv+ce": Weights(ce=0.1, overlap=0.9),
+    "lk": Weights(overlap=1),
+}
+
+
 class Judged(NamedTuple):
     """Per slot: loss, whether its argmax equals the target's, and the gradient of its logits."""
 
@@ -96,18 +116,21 @@ def judge_slots(
     target_logits_MV: Tensor,
     opinion_N: Tensor,
     draft_to_target_U: Tensor | None,
-    kind: Literal["kl", "ce", "kl+ce"],
+    kind: Literal["kl", "ce", "kl+ce", "tv+ce", "lk"],
     share_N: Tensor,
 ) -> Judged:
     """Compare each slot with its judge, row `opinion_N` of the target's logits. Gradients are of loss * share.
 
     kl: KL(target || drafter), with the target renormalized over a smaller draft vocabulary. ce: cross-entropy to the
-    target's argmax within the draft vocabulary. kl+ce: their sum. `draft_to_target_U` maps draft ids to target ids;
-    None means equal vocabularies.
+    target's argmax within the draft vocabulary. kl+ce: their sum. With the overlap of the two distributions, which is
+    the chance that a sampled draft is accepted: tv, its complement, and lk, its negative logarithm. `draft_to_target_U`
+    maps draft ids to target ids; None means equal vocabularies.
 
-    The gradient of both is the drafter's probabilities minus the target's (ce: minus one-hot). Terms of the judge are
-    computed once for all its slots.
+    The gradient of ce and kl is the drafter's probabilities q minus the target's p (ce: minus one-hot). Of the overlap
+    it is q * (is_below - sum(q * is_below)), where is_below tells where q < p. Terms of the judge are computed once for
+    all its slots.
     """
+    weights = WEIGHTS[kind]
     label_M = target_logits_MV.argmax(-1)
     target_logits_MU = target_logits_MV if draft_to_target_U is None else target_logits_MV[:, draft_to_target_U]
     choice_M = label_M if draft_to_target_U is None else target_logits_MU.argmax(-1)
@@ -116,19 +139,27 @@ def judge_slots(
     guess_N = draft_logits_NU.argmax(-1)
     guess_N = guess_N if draft_to_target_U is None else draft_to_target_U[guess_N]
     loss_N, wanted_NU = torch.zeros_like(draft_log_probs_NU[:, 0]), torch.zeros_like(draft_log_probs_NU[:, :1])
-    if kind != "kl":
+    if weights.ce:
         choice_N1 = choice_M[opinion_N][:, None]
         is_choice_NU = torch.arange(draft_logits_NU.shape[1], device=choice_N1.device) == choice_N1
-        loss_N = loss_N - draft_log_probs_NU.gather(1, choice_N1)[:, 0]
-        wanted_NU = wanted_NU + is_choice_NU
+        loss_N = loss_N - weights.ce * draft_log_probs_NU.gather(1, choice_N1)[:, 0]
+        wanted_NU = torch.add(wanted_NU, is_choice_NU, alpha=weights.ce)
     if kind != "ce":
         target_log_probs_NU = _precise(target_logits_MU[opinion_N]) - target_norm_M1[opinion_N]
         target_probs_NU = target_log_probs_NU.exp()
+    if weights.kl:
         # 0 * -inf is NaN; tokens of target probability 0 contribute nothing.
         divergence_NU = target_probs_NU * (target_log_probs_NU - draft_log_probs_NU)
         loss_N = loss_N + torch.where(target_probs_NU == 0, 0, divergence_NU).sum(-1)
         wanted_NU = wanted_NU + target_probs_NU
-    pull_NU = draft_log_probs_NU.exp() * (2 if kind == "kl+ce" else 1) - wanted_NU
+    pull_NU = draft_log_probs_NU.exp() * (weights.ce + weights.kl) - wanted_NU
+    if weights.overlap:
+        draft_probs_NU = draft_log_probs_NU.exp()
+        overlap_N1 = torch.minimum(draft_probs_NU, target_probs_NU).sum(-1, keepdim=True).clamp_min(LEAST_OVERLAP)
+        below_NU = torch.where(draft_probs_NU < target_probs_NU, draft_probs_NU, 0)
+        rise_NU = below_NU - draft_probs_NU * below_NU.sum(-1, keepdim=True)
+        loss_N = loss_N + (-overlap_N1.log() if kind == "lk" else weights.overlap * (1 - overlap_N1))[:, 0]
+        pull_NU = pull_NU - rise_NU * (1 / overlap_N1 if kind == "lk" else weights.overlap)
     # Labels of share 0 have no gradient, even if their loss is NaN.
     gradient_NU = torch.where(share_N[:, None] > 0, pull_NU * share_N[:, None], 0)
     return Judged(loss_N, guess_N == label_M[opinion_N], gradient_NU.to(draft_logits_NU.dtype))

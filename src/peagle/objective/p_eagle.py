@@ -25,10 +25,11 @@ from peagle.drafter.slots import Slots, slot_inputs
 from peagle.objective.attention import attend, block_mask, dense_mask, find_blocks
 from peagle.objective.batches import Batch, Part
 from peagle.objective.config import TrainConfig
+from peagle.objective.labels import Labels
 from peagle.objective.losses import LabelLoss
 from peagle.objective.objective import Features, compiled, is_compiled
 from peagle.objective.partition import Segment
-from peagle.objective.reach import num_departures, reached
+from peagle.objective.reach import likeliest_tokens, num_departures, reached, until_failure
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -62,9 +63,12 @@ class ParallelObjective:
         with autocast():
             context = self._read_text(batch, leaves) if len(batch.parts) > 1 else []
         results = []
-        for segment, labels in reversed(self._parts(batch, features)):
+        parts, likeliest_BT = self._parts(batch, features)
+        for segment, labels in reversed(parts):
             with autocast():
                 states_ND, key_values = self._label_states(batch, leaves, Part(segment, labels), context)
+            if self.config.labels == "until-failure" and likeliest_BT is not None:
+                labels = until_failure(labels, self._guesses(states_ND, labels), likeliest_BT)
             gradient_ND, loss, sums = self.label_loss.accumulate(states_ND, labels, features, num_labels)
             results.append((loss, sums))
             outputs, gradients = [states_ND], [gradient_ND]
@@ -78,14 +82,21 @@ class ParallelObjective:
         loss, sums = (torch.stack(parts).sum(0) for parts in zip(*results, strict=True))
         return loss, sums
 
-    def _parts(self, batch: Batch, features: Features) -> Sequence[Part]:
-        """The segments with the labels to train on."""
+    @torch.no_grad()
+    def _guesses(self, states_ND: Tensor, labels: Labels) -> Tensor:
+        """The drafter's likeliest token (target id) at each label."""
+        parts = (self.drafter.logits(part).argmax(-1) for part in states_ND.chunk(labels.num_chunks))
+        return torch.cat([self.drafter.to_target_ids(guess_n) for guess_n in parts])
+
+    def _parts(self, batch: Batch, features: Features) -> tuple[Sequence[Part], Tensor | None]:
+        """The segments with the labels to train on, and the target's argmax after each column, if it was computed."""
         if self.config.labels == "all":
-            return batch.parts
+            return batch.parts, None
         vocabularies = (self.drafter.config.draft_vocab_size, self.drafter.config.vocab_size)
         columns_at_a_time = batch.chunk_shape.num_whole_columns(*vocabularies)
-        departures_BT = num_departures(batch.token_ids_BT, features, columns_at_a_time)
-        return [Part(segment, reached(labels, departures_BT)) for segment, labels in batch.parts]
+        likeliest_BT = likeliest_tokens(batch.token_ids_BT, features, columns_at_a_time)
+        departures_BT = num_departures(batch.token_ids_BT, likeliest_BT)
+        return [Part(segment, reached(labels, departures_BT)) for segment, labels in batch.parts], likeliest_BT
 
     @torch.no_grad()
     def _read_text(self, batch: Batch, fused: tuple[Tensor, ...]) -> KeyValues:

@@ -68,7 +68,7 @@ class PairObjective(ParallelObjective):
         with autocast():
             fused = self._fuse(self.drafter, aux_hidden_BTA)
             context = self._read_text(batch, fused) if len(batch.parts) > 1 else []
-        for segment, labels in self._parts(batch, features):
+        for segment, labels in self._parts(batch, features)[0]:
             with autocast():
                 states_ND, _ = self._label_states(batch, fused, Part(segment, labels), context)
             yield labels, states_ND

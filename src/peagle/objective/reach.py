@@ -15,11 +15,8 @@ from peagle.objective.objective import Features
 
 
 @torch.no_grad()
-def num_departures(token_ids_BT: Tensor, features: Features, columns_at_a_time: int) -> Tensor:
-    """For each column, how many earlier columns of its sequence are followed by a token other than the argmax.
-
-    Computes the logits of at most `columns_at_a_time` at once, in parts of equal shape.
-    """
+def likeliest_tokens(token_ids_BT: Tensor, features: Features, columns_at_a_time: int) -> Tensor:
+    """The target's argmax after each column. Computes the logits of at most `columns_at_a_time`, in equal parts."""
     num_rows, num_columns = token_ids_BT.shape
     last = num_rows * num_columns - 1
     num_parts = last // columns_at_a_time + 1
@@ -28,7 +25,11 @@ def num_departures(token_ids_BT: Tensor, features: Features, columns_at_a_time: 
     likeliest_N = torch.cat(
         [features.judge_logits(part // num_columns, part % num_columns).argmax(-1) for part in column_N.split(size)]
     )
-    likeliest_BT = likeliest_N[: last + 1].view(num_rows, num_columns)
+    return likeliest_N[: last + 1].view(num_rows, num_columns)
+
+
+def num_departures(token_ids_BT: Tensor, likeliest_BT: Tensor) -> Tensor:
+    """For each column, how many earlier columns of its sequence are followed by a token other than the argmax."""
     departs_BT = torch.zeros_like(token_ids_BT, dtype=torch.long)
     departs_BT[:, 1:] = likeliest_BT[:, :-1] != token_ids_BT[:, 1:]
     return departs_BT.cumsum(1)
@@ -39,3 +40,17 @@ def reached(labels: Labels, num_departures_BT: Tensor) -> Labels:
     at_judge_N = num_departures_BT[labels.row_N, labels.judge_N]
     at_anchor_N = num_departures_BT[labels.row_N, labels.judge_N - labels.depth_N]
     return labels._replace(weight_N=labels.weight_N * (at_judge_N == at_anchor_N))
+
+
+def until_failure(labels: Labels, guess_N: Tensor, likeliest_BT: Tensor) -> Labels:
+    """The labels, with weight 0 behind the drafter's first wrong guess (target ids) from the same anchor.
+
+    Slots of an anchor are nested and never split between segments, so the guesses before a label are among these.
+    """
+    num_columns = likeliest_BT.shape[1]
+    is_wrong_N = (guess_N != likeliest_BT[labels.row_N, labels.judge_N]) & (labels.weight_N > 0)
+    anchor_N = labels.row_N * num_columns + labels.judge_N - labels.depth_N
+    never = torch.iinfo(torch.long).max
+    first_wrong_C = torch.full((likeliest_BT.numel(),), never, device=guess_N.device)
+    first_wrong_C.scatter_reduce_(0, anchor_N, torch.where(is_wrong_N, labels.depth_N, never), "amin")
+    return labels._replace(weight_N=labels.weight_N * (labels.depth_N <= first_wrong_C[anchor_N]))

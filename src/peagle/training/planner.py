@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 USABLE = 0.94  # of device memory; the rest is lost to fragmentation
 MORE_PARTITIONS = (2, 4, 8, 16, 32, 64)
 GIB = 2**30
-CHUNK_BYTES = {"ce": 4 * 5 + 1, "kl": 4 * 8, "kl+ce": 4 * 8 + 1}
+CHUNK_BYTES = {"ce": 4 * 5 + 1, "kl": 4 * 8, "kl+ce": 4 * 8 + 1, "tv+ce": 4 * 10 + 1, "lk": 4 * 9}
 """Bytes per logit of an uncompiled loss: its float32 tensors, and one bool tensor for ce."""
 
 
