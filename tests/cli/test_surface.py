@@ -52,11 +52,11 @@ FLAGS = {
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (
         "--output --num-answers --num-tokens --seconds --given --max-batch --max-length --temperatures --keep-cut "
-        f"--no-keep-cut --num-held-out --seed --recipe --json --no-json {TARGET}"
+        f"--no-keep-cut --num-held-out --kinds --documents --drafter --seed --recipe --json --no-json {TARGET}"
     ),
     "data regenerate": (
         "--prompts --output --limit --max-batch --max-length --max-answer-tokens --max-turns --temperatures --seed "
-        f"--recipe --json --no-json {TARGET}"
+        f"--drafter --recipe --json --no-json {TARGET}"
     ),
     "data inspect": "--num-examples --rows --num-top-tokens --json --no-json --target",
     "train": (

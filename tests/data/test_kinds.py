@@ -15,7 +15,7 @@ from peagle.data.config import SynthesisConfig, Until
 from peagle.data.documents import CODE, TEXT, Shelf, read_documents
 from peagle.data.generation import Answer
 from peagle.data.inspection import inspect
-from peagle.data.kinds import KINDS, REQUESTS_FOR, read_shares
+from peagle.data.kinds import DOCUMENTS, KINDS, TOPICS, read_shares
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import open_shards
 from peagle.data.synthesis import Synthesis
@@ -134,7 +134,8 @@ def test_prompts_about_documents_hold_an_instruction_and_what_the_target_wrote(t
     documents = stages["question", "document"] + stages["summary", "document"]
     assert 20 / 3 <= documents < 20, "a document leads several prompts"
     openings = {target.tokenizer.decode(job.prompt_ids) for job in author.jobs if isinstance(job.tag, Written)}
-    assert any(REQUESTS_FOR[CODE][0] in opening for opening in openings)
+    for request in (TOPICS[CODE][0], DOCUMENTS[CODE][0], DOCUMENTS[TEXT][0]):
+        assert any(request in opening for opening in openings)
 
 
 def test_conversations_of_several_turns_train_every_answer(target, tmp_path):

@@ -1,7 +1,8 @@
 """What users say, written by the target: questions, the documents they are about, and requests of every kind.
 
 Prompted with the header of a user turn, an instruction-tuned model writes a question (Magpie). The answer to a request
-for a text is a document. Prompted with a user turn that begins with documents, it writes a question about them.
+for a text on such a topic is a document. Prompted with a user turn that begins with documents, it writes a question
+about them.
 """
 
 import logging
@@ -16,7 +17,7 @@ import numpy as np
 from peagle.data.config import SynthesisConfig
 from peagle.data.documents import Shelf, code_of, joined, read_documents
 from peagle.data.generation import Answer, Job
-from peagle.data.kinds import CODE, KINDS, LONG, REQUESTS_FOR
+from peagle.data.kinds import CODE, DOCUMENTS, KINDS, LONG, TOPICS
 from peagle.data.prompts import Dialog
 from peagle.data.shards import Drop, TokenIds
 from peagle.data.turns import answer_end, question_opening
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 SHORTEST_QUESTION = 8  # characters of a question, and tokens of room for one
 SHORTEST_PROMPT = 128  # tokens of the documents of a prompt
 TEMPLATE_TOKENS = 96  # what a chat template and an instruction may add to documents
-MAX_DOCUMENT_TOKENS = 1024
+MAX_DOCUMENT_TOKENS, DOCUMENT_TEMPERATURE = 1024, 0.7
 DOCUMENT_USES = 3  # prompts that each document leads
 LOOP_TOKENS = 32
 LONG_REQUEST = "Write a long and detailed answer with many sections."
@@ -185,16 +186,17 @@ class Users:
         opening = (self._plain_opening + encode(self._tokenizer, context.rstrip(" ")), self.question_end)
         return self._job(Written("about", kind, context), opening, self._config.max_question_tokens)
 
-    def _document_job(self, kind: str, request: str) -> Job:
-        prompt_ids = render_chat(self._tokenizer, [{"role": "user", "content": request}])
-        room = self._config.max_length - len(prompt_ids)
-        return self._job(Written("document", kind), (prompt_ids, self._answer_end), min(MAX_DOCUMENT_TOKENS, room))
+    def _document_job(self, kind: str, topic: str) -> Job:
+        request = self._chance.choice(DOCUMENTS[KINDS[kind].source or ""])
+        prompt_ids = render_chat(self._tokenizer, [{"role": "user", "content": f"{request}\n\n{topic}"}])
+        max_tokens = min(MAX_DOCUMENT_TOKENS, self._config.max_length - len(prompt_ids))
+        return self._job(Written("document", kind), (prompt_ids, self._answer_end), max_tokens, DOCUMENT_TEMPERATURE)
 
-    def _job(self, tag: Written, opening: Opening, max_tokens: int) -> Job:
+    def _job(self, tag: Written, opening: Opening, max_tokens: int, temperature: float | None = None) -> Job:
         prompt_ids, end = opening
         params = SamplingParams(
             max_tokens,
-            self._config.question_temperature,
+            self._config.question_temperature if temperature is None else temperature,
             seed=self._chance.getrandbits(62),
             stop_token_ids=(end,),
         )
@@ -238,7 +240,7 @@ def question_openings(
             "tokens with the chat template",
             hint="raise --max-length, or shorten system_prompts",
         )
-    purposes = {purpose: _accepted(tokenizer, prompts)[0] or plain for purpose, prompts in REQUESTS_FOR.items()}
+    purposes = {purpose: _accepted(tokenizer, prompts)[0] or plain for purpose, prompts in TOPICS.items()}
     return purposes | {"": plain}
 
 

@@ -37,8 +37,10 @@ class Kind(NamedTuple):
 
 _TABLES = tomllib.loads((ASSETS / "text_kinds.toml").read_text(encoding="utf-8"))
 KINDS: Mapping[str, Kind] = {name: Kind(**table) for name, table in _TABLES["kinds"].items()}
-REQUESTS_FOR: Mapping[str, list[str]] = _TABLES["requests"]
+TOPICS: Mapping[str, list[str]] = _TABLES["topics"]
 """System prompts to write questions under, by what they are for."""
+DOCUMENTS: Mapping[str, list[str]] = _TABLES["documents"]
+"""Requests for a document on such a topic, by source."""
 
 
 def read_shares(text: str | None, max_length: int) -> dict[str, float]:
