@@ -99,10 +99,10 @@ class Shelf:
         return texts
 
     def _passage(self, document: list[int], num_tokens: int) -> str:
-        """At most `num_tokens` of a document, from the start of a paragraph to the end of one, or of a sentence."""
+        """At most `num_tokens` of a document, up to the end of a paragraph or sentence; of a given one, any part."""
         if len(document) <= num_tokens:
             return detokenize(self._tokenizer, document).strip()
-        start = self._chance.randrange(len(document) - num_tokens)
+        start = self._chance.randrange(len(document) - num_tokens) if self._is_given else 0
         text = detokenize(self._tokenizer, document[start : start + num_tokens])
         half = len(text) // 2
         if start:
