@@ -138,6 +138,17 @@ def test_prompts_about_documents_hold_an_instruction_and_what_the_target_wrote(t
         assert any(request in opening for opening in openings)
 
 
+def test_a_question_about_documents_is_its_first_line(target, tmp_path):
+    class Chatty(Author):
+        def text(self, job):
+            is_about = isinstance(job.tag, Written) and job.tag.stage == "about"
+            return super().text(job) + ("?\nResponse: the river" * 9 if is_about else "")
+
+    run(target, tmp_path, Chatty(target), Until(num_answers=4), kinds="question")
+    for text, _ in conversations(target, tmp_path, "question"):
+        assert "Response" not in text and text.rpartition("Question: ")[2].split("<|im_end|>")[0].endswith("?")
+
+
 def test_conversations_of_several_turns_train_every_answer(target, tmp_path):
     run(target, tmp_path, Author(target), Until(num_answers=12), kinds="turns", max_turns=3)
     turns = conversations(target, tmp_path, "turns")
