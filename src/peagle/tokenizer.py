@@ -31,6 +31,23 @@ def render_chat(
     return encode(tokenizer, chat_text(tokenizer, messages, add_generation_prompt))
 
 
+def prompt_text(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> str:
+    """The text of a prompt, with special tokens: through the chat template up to the start of the answer.
+
+    A base model has no chat template: it continues the text of the messages.
+    """
+    if tokenizer.chat_template:
+        return chat_text(tokenizer, messages, add_generation_prompt=True)
+    added = tokenizer("", verbose=False)["input_ids"]
+    start = tokenizer.bos_token if added and added[0] == tokenizer.bos_token_id else ""
+    return str(start) + "\n\n".join(message["content"] for message in messages)
+
+
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> list[int]:
+    """Token ids of a prompt; a base model continues its text."""
+    return encode(tokenizer, prompt_text(tokenizer, messages))
+
+
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """sha256 of the vocabulary and of the merges or scores of the segmentation model.
 

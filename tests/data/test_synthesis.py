@@ -15,7 +15,7 @@ from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter
 from peagle.data.shards import open_shards, total
 from peagle.data.synthesis import Synthesis, check, estimated_tokens
-from peagle.errors import ConfigError, DataError, RequestError, TargetError
+from peagle.errors import ConfigError, DataError, RequestError
 
 CONFIG = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), temperatures=(0.0, 0.7))
 
@@ -336,11 +336,6 @@ def test_templates_without_boundaries_are_refused_with_the_reason(target, templa
     with pytest.raises(DataError) as caught:
         on_template(target, template, lambda: check(target, plain))
     assert words in caught.value.message
-
-
-def test_a_target_without_a_chat_template_is_refused(target):
-    with pytest.raises(TargetError, match="the target's tokenizer has no chat template"):
-        on_template(target, None, lambda: check(target, CONFIG))
 
 
 def test_a_given_prompt_that_the_template_refuses_is_named_by_its_line(target, tmp_path):

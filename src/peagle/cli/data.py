@@ -79,13 +79,15 @@ def main(argv: list[str]) -> int:
 def synthesize(argv: list[str]) -> int:
     """Generate training data from nothing: the target writes questions and answers them.
 
-    Prompted with an empty user turn, an instruction-tuned target writes what a user would ask. More settings: recipe
-    file (docs/guides/data.md).
+    Prompted with an empty user turn, an instruction-tuned target writes what a user would ask. A base model writes
+    texts. More settings: recipe file (docs/guides/data.md).
     """
     arguments, config = parse_with_recipe(Synthesize, "data synthesize", argv, SynthesisConfig, synthesize.__doc__)
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
     arguments.target.check()
     target = arguments.target.load()
+    if not target.tokenizer.chat_template:
+        config = config.for_base_model()
 
     from peagle.data.generation import drafter_for
     from peagle.data.synthesis import write_synthesis

@@ -160,15 +160,15 @@ def checked(arguments: Arguments) -> Arguments:
 
 def render(target: "HFTarget", arguments: Arguments) -> list[int]:
     from peagle.decoding.reference import check_prompt
-    from peagle.tokenizer import render_chat
+    from peagle.tokenizer import prompt_ids
 
     if arguments.raw:
-        prompt_ids = list(target.tokenizer(arguments.prompt, verbose=False)["input_ids"])
+        token_ids = list(target.tokenizer(arguments.prompt, verbose=False)["input_ids"])
     else:
         messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-        prompt_ids = render_chat(target.tokenizer, [*messages, {"role": "user", "content": arguments.prompt}])
-    check_prompt(target, prompt_ids)
-    return prompt_ids
+        token_ids = prompt_ids(target.tokenizer, [*messages, {"role": "user", "content": arguments.prompt}])
+    check_prompt(target, token_ids)
+    return token_ids
 
 
 def run(

@@ -22,14 +22,14 @@ MAX_BATCH, PART = 16, 64
 def render_prompt(target: "HFTarget", prompt: Prompt) -> list[int]:
     """Token ids of a prompt. An error names the prompt by its id."""
     from peagle.decoding.reference import check_prompt
-    from peagle.tokenizer import render_chat
+    from peagle.tokenizer import prompt_ids
 
     try:
-        prompt_ids = render_chat(target.tokenizer, prompt.messages)
-        check_prompt(target, prompt_ids)
+        token_ids = prompt_ids(target.tokenizer, prompt.messages)
+        check_prompt(target, token_ids)
     except RequestError as error:
         raise RequestError(f"prompt {prompt.id!r}: {error.message}", hint=error.hint) from error
-    return prompt_ids
+    return token_ids
 
 
 def decode_with_reference(

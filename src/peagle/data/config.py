@@ -93,6 +93,10 @@ class SynthesisConfig(SynthesisSettings):
         """Tokens of the longest prompt: at least half a row, and all but the longest answer."""
         return self.max_length - min(self.max_answer_tokens, self.max_length // 2)
 
+    def for_base_model(self) -> "SynthesisConfig":
+        """The settings for a target without a chat template: it continues text, which seldom ends within a row."""
+        return dataclasses.replace(self, kinds="chat=1", keep_cut=True, system_prompts=("",))
+
     def described(self, *given: Path) -> dict[str, Any]:
         """The settings and files, as recorded in the manifest."""
         files = {"given": given, "documents": self.documents}

@@ -1,11 +1,15 @@
-"""Turn boundaries of a chat template, in tokens."""
+"""Turn boundaries of a chat template, in tokens.
+
+A base model has no chat template. It continues plain text: a document begins with a line, which takes the place of the
+question, and ends with the end token.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.data.prompts import Dialog
 from peagle.errors import DataError, RequestError
-from peagle.tokenizer import answer_spans, chat_text, control_ids, detokenize, encode
+from peagle.tokenizer import answer_spans, chat_text, control_ids, detokenize, encode, prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,10 +19,12 @@ PROBE = ({"role": "user", "content": "probe0question"}, {"role": "assistant", "c
 
 
 def answer_end(tokenizer: "PreTrainedTokenizerBase", *, num_turns: int = 1) -> int:
-    """The token that ends an answer in the chat template.
+    """The token that ends an answer in the chat template, or a document of a base model.
 
     Raises a DataError if answers cannot be located in a conversation of `num_turns`.
     """
+    if not tokenizer.chat_template:
+        return _document_end(tokenizer)
     token_ids, mask = answer_spans(tokenizer, PROBE * num_turns)
     return token_ids[max(index for index, is_answer in enumerate(mask) if is_answer)]
 
@@ -27,8 +33,13 @@ def question_opening(tokenizer: "PreTrainedTokenizerBase", system_prompt: str) -
     """Token ids up to the start of a user's first message, and the token that ends it.
 
     An empty system prompt uses the template's default. Raises a RequestError if the template rejects the messages, a
-    DataError if the user's message cannot be located.
+    DataError if the user's message cannot be located. A base model writes the first line of a document.
     """
+    if not tokenizer.chat_template:
+        if system_prompt:
+            raise RequestError("the target has no chat template, so it takes no system prompts")
+        start = tokenizer.bos_token_id
+        return [_document_end(tokenizer) if start is None else start], encode(tokenizer, "\n")[-1]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     text = chat_text(tokenizer, [*system, {"role": "user", "content": MARK}], add_generation_prompt=True)
     head, found, tail = text.rpartition(MARK)
@@ -49,7 +60,7 @@ def question_opening(tokenizer: "PreTrainedTokenizerBase", system_prompt: str) -
 def opening_text(tokenizer: "PreTrainedTokenizerBase", dialog: Dialog) -> str:
     """A dialog rendered up to the start of the answer. Errors name its file and line."""
     try:
-        return chat_text(tokenizer, dialog.messages, add_generation_prompt=True)
+        return prompt_text(tokenizer, dialog.messages)
     except RequestError as error:
         raise DataError(f"{dialog.where}: {error.message}", hint=error.hint) from error
 
@@ -63,7 +74,7 @@ def following_turn(
     """The answer as a message, and the token ids from its end to the start of the next answer.
 
     `history` precedes the answer, `messages` follow it. Returns None if the template would render other tokens: it
-    rewrites the answer, or ends answers with another token.
+    rewrites the answer, or ends answers with another token. Nothing follows a document.
     """
     found = _after_answer(tokenizer, history, answer_ids, messages)
     return None if found is None else (found[0], found[1])
@@ -84,6 +95,8 @@ def _after_answer(
     messages: Sequence[dict[str, Any]],
     until: str | None = None,
 ) -> tuple[dict[str, Any], list[int]] | None:
+    if not tokenizer.chat_template:
+        return None
     *words, end = answer_ids
     answer = {"role": "assistant", "content": detokenize(tokenizer, words)}
     if set(words) & set(tokenizer.all_special_ids):
@@ -100,3 +113,12 @@ def _after_answer(
     # Encode with the end token: some tokenizers treat the start of a text differently.
     following = encode(tokenizer, end_text + rest)
     return (answer, following[1:]) if following[:1] == [end] else None
+
+
+def _document_end(tokenizer: "PreTrainedTokenizerBase") -> int:
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the target's tokenizer has neither a chat template nor an end token, so no text ends",
+            hint="set eos_token in its tokenizer_config.json",
+        )
+    return int(tokenizer.eos_token_id)

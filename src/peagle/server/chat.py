@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from peagle.engine.outputs import Update
 
 
+NO_TEMPLATE = "the target has no chat template, so it takes no messages; send the text to /v1/completions"
+
+
 async def answer_chat(service: Service, body: ChatBody, request: Request) -> Response:
     arrived = time.perf_counter()
     service.check_model(body.model)
@@ -79,6 +82,8 @@ def render(
 ) -> list[int]:
     """Token ids of the rendered messages."""
     template = service.chat_template
+    if not template:
+        raise HttpError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
     for index, role in enumerate(each.role for each in messages):
         if role not in CHAT_ROLES and role not in template:
             what = f"unknown role {role[:100]!r}; {nearest(role, CHAT_ROLES)}"
