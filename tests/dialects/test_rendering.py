@@ -53,3 +53,12 @@ def test_effort_is_the_templates_own_variable():
 def test_tools_of_gpt_oss_have_a_description():
     assert template_tool({"function": {"name": "f"}}, TEMPLATES["harmony"])["function"]["description"] == ""
     assert template_tool({"function": {"name": "f"}}, TEMPLATES["qwen3"]) == {"function": {"name": "f"}}
+
+
+def test_mistrals_templates_get_the_short_ids_that_they_ask_for():
+    template = "[TOOL_CALLS] Tool call IDs should be alphanumeric strings with length 9!"
+    call = {"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": "{}"}}
+    called = template_message({"role": "assistant", "tool_calls": [dict(call)]}, template)
+    result = template_message({"role": "tool", "content": "x", "tool_call_id": call["id"]}, template)
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "789abcdef"
+    assert template_message({"role": "tool", "tool_call_id": call["id"]}, "")["tool_call_id"] == call["id"]

@@ -81,7 +81,7 @@ def test_an_answer_cut_anywhere_loses_no_word_and_its_finished_calls_are_json(na
 
 
 HEADER = re.compile(r"(<\|start\|>assistant|<\|channel\|>)[^<]*(<\|channel\|>[^<]*)?(<\|constrain\|>json)?(<[^>]*>|$)")
-TAG = re.compile(r"</?\|?(start|function|parameter|think|tool_call|channel|call|end|message)[^<>]*(>|$)|\[[A-Z_]+\]")
+TAG = re.compile(r"</?\|?(start|function|parameter|think|tool_call|channel|call|end|message)[^<>]*(>|$)|\[[A-Z_]+\]\d*")
 
 
 def words_of(text):

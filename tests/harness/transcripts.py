@@ -128,6 +128,12 @@ TRANSCRIPTS = {
             ),
         ],
     ),
+    "functions with JSON": Transcript(
+        "coder",
+        'So.<function=weather>{"city": "Rome", "days": 3}</function><function=now>{}</function>',
+        "So.",
+        calls=[ROME, ("now", {})],
+    ),
     "coder without the outer tag": Transcript(
         "coder", "<function=now>\n</function>\n</tool_call>", calls=[("now", {})]
     ),
@@ -163,7 +169,7 @@ TRANSCRIPTS = {
     ),
     "mistral names": Transcript(
         "mistral",
-        'I see.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]now[ARGS]{}',
+        'I see.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}',
         "I see.",
         calls=[ROME, ("now", {})],
     ),

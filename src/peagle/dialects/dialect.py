@@ -9,6 +9,7 @@ from peagle.dialects.json_calls import (
     ARGS,
     CALL,
     CALL_END,
+    CALL_ID,
     TOOL_CALLS,
     read_forced,
     read_hermes,
@@ -28,7 +29,7 @@ MARKS: dict[Thinking | Calls, tuple[str, ...]] = {
     "tags": (THINK, THINK_END),
     "hermes": (CALL, CALL_END),
     "xml": (CALL, CALL_END),
-    "mistral": (TOOL_CALLS, ARGS),
+    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
     "gemma": gemma.MARKS,
     "harmony": harmony.MARKS,
 }

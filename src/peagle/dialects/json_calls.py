@@ -1,7 +1,7 @@
 """Calls that are JSON documents, with marks around them or alone.
 
 hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number            (Qwen, Hermes, SmolLM)
-mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...}, any number
+mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, any number
 llama     the whole answer is {"name": ..., "parameters": {...}}
 forced    the whole answer is {"name": ..., "arguments": {...}}, by a grammar, because tool_choice requires a call
 """
@@ -14,7 +14,7 @@ from peagle.dialects.reading import Reader, Steps, overlap
 from peagle.dialects.values import Arguments, BrokenError, ValueReader
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NAME = re.compile(r"[\w.:-]+")
 
@@ -45,13 +45,14 @@ def read_mistral(reader: Reader) -> Steps[None]:
             text, mark = yield from reader.take_until(TOOL_CALLS)
             emit_calls(reader, text, TOOL_CALLS)
         else:
-            name, mark = yield from reader.take_until(ARGS, TOOL_CALLS)
-            is_call = mark == ARGS and NAME.fullmatch(name.strip()) and (yield from reader.look(1)) == "{"
+            text, mark = yield from reader.take_until(ARGS, TOOL_CALLS)
+            name = text.partition(CALL_ID)[0].strip()
+            is_call = mark == ARGS and NAME.fullmatch(name) and (yield from reader.look(1)) == "{"
             if is_call:
-                reader.emit("name", name.strip())
+                reader.emit("name", name)
                 yield from read_arguments(reader)
             else:
-                reader.emit("content", TOOL_CALLS + name + (ARGS if mark == ARGS else ""))
+                reader.emit("content", TOOL_CALLS + text + (ARGS if mark == ARGS else ""))
             if mark != TOOL_CALLS:
                 mark = yield from reader.copy_until("content", TOOL_CALLS)
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 HARMONY = "<|channel|>"
+SHORT_IDS = "with length 9"
+"""Mistral's templates refuse ids of calls that have another length."""
 HARMONY_EFFORTS = ("low", "medium", "high")
 
 
@@ -17,6 +20,10 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
     plain.setdefault("content", "")
     if plain["role"] == "developer" and "developer" not in template:
         plain["role"] = "system"
+    if SHORT_IDS in template:
+        for holder, key in ((plain, "tool_call_id"), *((call, "id") for call in plain.get("tool_calls", ()))):
+            if holder.get(key):
+                holder[key] = re.sub(r"[^0-9A-Za-z]", "", holder[key])[-9:]
     for call in plain.get("tool_calls", ()):
         with contextlib.suppress(ValueError, RecursionError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")

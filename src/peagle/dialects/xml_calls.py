@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from peagle.dialects.json_calls import CALL, CALL_END
+from peagle.dialects.json_calls import CALL, CALL_END, read_arguments
 from peagle.dialects.reading import Reader, Steps, overlap
 from peagle.dialects.values import LITERALS, Arguments, quoted
 
@@ -42,6 +42,11 @@ def read_xml(reader: Reader, schemas: Mapping[str, Any]) -> Steps[None]:
             reader.emit("content", FUNCTION + name)
             return
         reader.emit("name", name.strip())
+        if (yield from reader.look(1)) == "{":  # Llama 3.1's form: JSON in the function
+            yield from read_arguments(reader)
+            yield from reader.skip_space()
+            yield from reader.accept(FUNCTION_END)
+            continue
         yield from _read_parameters(reader, _properties(schemas.get(name.strip())))
 
 
