@@ -14,7 +14,7 @@ from peagle.data.prompts import Dialog, Prompt
 from peagle.data.regeneration import answer_dialogs
 from peagle.data.synthesis import write_synthesis
 from peagle.data.turns import answer_end, question_opening
-from peagle.errors import DataError
+from peagle.errors import ConfigError, DataError, RequestError
 from peagle.tokenizer import prompt_ids
 
 START, END = 1, 2
@@ -40,6 +40,13 @@ def test_a_base_model_gets_rows_of_its_own_text(base, tmp_path):
         first = int(np.argmax(row.loss_mask))
         assert row.loss_mask[first:].all() and not row.loss_mask[:first].any(), "a line, then its continuation"
         assert NEWLINE not in row.token_ids[:first] and len(row) - first >= config.min_answer_tokens
+
+
+def test_kinds_that_need_a_chat_template_are_refused():
+    with pytest.raises(ConfigError, match="kinds 'chat=1,summary=1' need a chat template"):
+        SynthesisConfig(kinds="chat=1,summary=1").for_base_model()
+    with pytest.raises(RequestError, match="takes no system prompts"):
+        question_opening(tiny_tokenizer(chat_template=None), "Be brief.")
 
 
 def test_a_base_model_continues_the_texts_of_a_file(base, tmp_path):

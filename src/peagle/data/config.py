@@ -95,7 +95,12 @@ class SynthesisConfig(SynthesisSettings):
 
     def for_base_model(self) -> "SynthesisConfig":
         """The settings for a target without a chat template: it continues text, which seldom ends within a row."""
-        return dataclasses.replace(self, kinds="chat=1", keep_cut=True, system_prompts=("",))
+        if self.kinds is not None and self.shares.keys() != {"chat"}:
+            raise ConfigError(
+                f"kinds {self.kinds!r} need a chat template, which the target does not have",
+                hint="omit --kinds: a base model continues plain text",
+            )
+        return dataclasses.replace(self, kinds="chat=1", keep_cut=True)
 
     def described(self, *given: Path) -> dict[str, Any]:
         """The settings and files, as recorded in the manifest."""

@@ -37,7 +37,9 @@ def question_opening(tokenizer: "PreTrainedTokenizerBase", system_prompt: str) -
     """
     if not tokenizer.chat_template:
         if system_prompt:
-            raise RequestError("the target has no chat template, so it takes no system prompts")
+            raise RequestError(
+                "the target has no chat template, so it takes no system prompts", hint='keep "" in system_prompts'
+            )
         start = tokenizer.bos_token_id
         return [_document_end(tokenizer) if start is None else start], encode(tokenizer, "\n")[-1]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
