@@ -70,7 +70,7 @@ def test_every_line_of_text_stands_under_the_price_its_source_and_its_date():
     assert "(20% dearer)" in lines[3] and "drafting stops paying at about 29.3 concurrent" in lines[4]
     assert "within 3 ms per output token (p95), plain: no measured setting" in lines
     assert lines[-1] == (
-        "training took 1 hours and cost $4.50, earned back after 0.6 million tokens at concurrency 1, "
+        "training took 1 hours and cost $4.50, earned back after 600,000 tokens at concurrency 1, "
         "after 6.48 million tokens at concurrency 8, never at concurrency 64"
     )
     assert cost_lines({}) == []

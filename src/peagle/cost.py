@@ -235,13 +235,24 @@ def cost_lines(cost: Mapping[str, Any]) -> list[str]:
             lines.append(f"within {limit['max_tpot_ms']:g} ms per output token (p95), {what}: {found}")
     if (training := cost["training"]) is not None:
         earned = ", ".join(
-            ("never" if each["num_tokens"] is None else f"after {each['num_tokens'] / MILLION:,.3g} million tokens")
-            + f" at concurrency {each['concurrency']}"
+            f"{_after(each['num_tokens'])} at concurrency {each['concurrency']}"
             for each in training["earned_back_after_tokens"]
         )
         spent = f"training took {training['hours']:g} hours and cost {dollars(training['usd'])}"
         lines.append(spent + (f", earned back {earned}" if earned else ""))
     return lines
+
+
+def _after(num_tokens: int | None) -> str:
+    """
+    >>> _after(8_842), _after(172_000_000)
+    ('after 8,842 tokens', 'after 172 million tokens')
+    """
+    if num_tokens is None:
+        return "never"
+    return (
+        f"after {num_tokens:,} tokens" if num_tokens < MILLION else f"after {num_tokens / MILLION:,.3g} million tokens"
+    )
 
 
 def _where(cell: Mapping[str, Any]) -> str:

@@ -101,6 +101,7 @@ def evaluation(workload, length):
         "per_position": [0.8, 0.5],
         "acceptance_length": length,
         "num_drafts": 50,
+        "by_length": {"text": {span: {"acceptance_length": 2.5, "num_drafts": 9} for span in ("0-127", "1024-2047")}},
         "num_tokens": 100,
         "verdict": "drafting can pay: it does",
         "method": "p-eagle",
@@ -219,9 +220,18 @@ def test_the_report_of_a_sweep_says_what_its_json_says():
     assert "| p-eagle K=4 | 8 | 4 | 900.0 | 1.50 | 112.5 | 3.00 | 0 of 4 |" in text
     assert "| p-eagle K=4 | 0.800 | 0.600 | 0.400 | 0.200 |" in text
     assert "| 1 | $12.50 | $5.00 | p-eagle K=4 | 60.0% | 1.20 | 3.00 |" in text
-    assert "earned back after 0.6 million tokens at concurrency 1, after 6.48 million tokens at concurrency 8." in text
+    assert "earned back after 600,000 tokens at concurrency 1, after 6.48 million tokens at concurrency 8." in text
     assert "| p-eagle K=4 | 1 | 4.000 | 3.800 | 2.800 | 1.000 | 0.200 |" in text
     assert "| drafters | my-drafter (p-eagle) |" in text and "```bash\n" in text
+
+
+def test_acceptance_of_several_evaluations_stands_side_by_side_by_workload_and_length():
+    old = evaluation("code", 3.1)
+    del old["by_length"]
+    text = markdown_of(report_of([evaluation("questions", 2.3), old]))
+    assert "| questions | 100 | 50 | 2.300 |\n| code | 100 | 50 | 3.100 |" in text
+    heads = "Acceptance length by tokens of the text:\n\n| workload | 0-127 | 1024-2047 |\n| --- | ---: | ---: |\n"
+    assert f"{heads}| questions | 2.50 | 2.50 |\n\n" in text, "a result without lengths has no row"
 
 
 def test_a_proof_beside_a_sweep_takes_the_second_sentence():

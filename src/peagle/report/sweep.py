@@ -213,7 +213,7 @@ def cost_section(cost: Mapping[str, Any]) -> Section:
     ]
     heads = ("concurrency", "plain", "with drafts", "by", "saving", "break-even acceptance length", "measured")
     price = cost["price"]
-    caption = f"US dollars per million output tokens, at {dollars(price['charged_usd_per_hour'])} per hour"
+    caption = f"US dollars per million output tokens, at ${price['charged_usd_per_hour']:,.2f} per hour"
     caption += f" ({price['date']})"
     tables = [Table(caption, heads, rows)] if rows else []
     if not rows:
@@ -238,8 +238,9 @@ def sweep_summary(document: Document) -> list[str]:
         speed = f"{top['output_tokens_per_second']:,.0f} output tokens/s at concurrency {top['concurrency']}"
         return [f"On {hardware}, {document['target']} reaches {speed} with {_called(top['label'])}."]
     ends = [best[0], best[-1]] if len(best) > 1 else best[:1]
-    speeds = " and ".join(f"{each['speedup']:.2f} times at concurrency {each['concurrency']}" for each in ends)
-    said = [f"On {hardware}, drafting speeds up {document['target']} {speeds}."]
+    first, *last = [f"{each['speedup']:.2f} times as fast at concurrency {each['concurrency']}" for each in ends]
+    speeds = " and ".join([f"{first} as without", *last])
+    said = [f"On {hardware}, {document['target']} decodes with drafts {speeds}."]
     cell = next(
         each for each in cells if (each["label"], each["concurrency"]) == (ends[0]["label"], ends[0]["concurrency"])
     )
@@ -256,7 +257,7 @@ def sweep_summary(document: Document) -> list[str]:
         said.append(
             f"At concurrency {row['concurrency']} a million output tokens cost "
             f"{dollars(row['drafted_usd_per_million'])} instead of {dollars(row['plain_usd_per_million'])}, "
-            f"at {dollars(price['charged_usd_per_hour'])} per hour on {price['date']}."
+            f"at ${price['charged_usd_per_hour']:,.2f} per hour on {price['date']}."
         )
         return said
     plain = next((each for each in cells if each["method"] == PLAIN and each["concurrency"] == cell["concurrency"]), {})
