@@ -209,13 +209,12 @@ def test_the_summary_has_three_sentences(name):
 def test_the_report_of_a_sweep_says_what_its_json_says():
     text = markdown_of(report_of([sweep()]))
     assert text.startswith("# Speculative decoding of tiny on questions\n")
-    assert (
-        "On NVIDIA H200, drafting speeds up tiny 2.50 times at concurrency 1 and 1.50 times at concurrency 8." in text
-    )
-    assert (
-        "With p-eagle K=4 a step emits 3.00 tokens on average, and 4 of 4 answers equal those of plain decoding."
-        in text
-    )
+    for sentence in (
+        "With drafts, tiny decodes 2.50 times as fast as plain decoding at concurrency 1 and 1.50 times at ",
+        "concurrency 8, on NVIDIA H200.",
+        "With p-eagle K=4 a step emits 3.00 tokens on average, and 4 of 4 answers equal those of plain decoding.",
+    ):
+        assert sentence in text
     assert "cost $1.39 instead of $2.08, at $4.50 per hour on 2026-07-22." in text
     assert "| p-eagle K=4 | 8 | 4 | 900.0 | 1.50 | 112.5 | 3.00 | 0 of 4 |" in text
     assert "| p-eagle K=4 | 0.800 | 0.600 | 0.400 | 0.200 |" in text

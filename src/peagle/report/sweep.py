@@ -238,9 +238,9 @@ def sweep_summary(document: Document) -> list[str]:
         speed = f"{top['output_tokens_per_second']:,.0f} output tokens/s at concurrency {top['concurrency']}"
         return [f"On {hardware}, {document['target']} reaches {speed} with {_called(top['label'])}."]
     ends = [best[0], best[-1]] if len(best) > 1 else best[:1]
-    first, *last = [f"{each['speedup']:.2f} times as fast at concurrency {each['concurrency']}" for each in ends]
-    speeds = " and ".join([f"{first} as without", *last])
-    said = [f"On {hardware}, {document['target']} decodes with drafts {speeds}."]
+    speeds = " and ".join(f"{each['speedup']:.2f} times at concurrency {each['concurrency']}" for each in ends)
+    speeds = speeds.replace(" times ", " times as fast as plain decoding ", 1)
+    said = [f"With drafts, {document['target']} decodes {speeds}, on {hardware}."]
     cell = next(
         each for each in cells if (each["label"], each["concurrency"]) == (ends[0]["label"], ends[0]["concurrency"])
     )
