@@ -46,7 +46,8 @@ FLAGS = {
     "catalog": "--json",
     "serve": (
         "--engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
-        f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python"
+        f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python "
+        "--record --record-text --record-mb"
     ),
     "report": "--output",
     "top": f"--interval --window --once --json {API_KEY}",

@@ -17,6 +17,7 @@ import tyro
 
 from peagle.console.arguments import ModelArguments, parse, with_positional
 from peagle.console.progress import working
+from peagle.engine.recorder import Recorder, RecordOptions
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import SPECULATION, Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
@@ -59,6 +60,7 @@ class Arguments(ModelArguments):
     """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = DEFAULT_ENGINE
+    recording: RecordOptions = field(default_factory=RecordOptions)
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -169,6 +171,12 @@ def load(arguments: Arguments, asked: Speculation) -> "LLM":
             **asdict(arguments.engine),
         )
     asked.check_kind(None if llm.drafter is None else llm.drafter.config, SPECULATION)
+    recording = arguments.recording
+    if recording.record is not None:
+        sizes: dict[str, Any] = {"with_text": recording.record_text, "max_bytes": recording.record_mb * 2**20}
+        llm.engine.on_finished = Recorder(recording.record, **sizes)
+        what = "token ids of prompts and answers" if recording.record_text else "ids and lengths, no text"
+        log.info("recording requests to %s: %s, at most %d MB", recording.record, what, recording.record_mb)
     return llm
 
 
@@ -207,6 +215,8 @@ def serve_vllm(arguments: Arguments, keys: "ApiKeys", words: list[str]) -> int:
 
 def check_settings(arguments: Arguments, vllm: Installed) -> None:
     """Refuse options of our own engine that vLLM does not have."""
+    if arguments.recording.record is not None:
+        raise ConfigError("--record is for our own engine, but this is vLLM", hint="drop --record or --engine vllm")
     device = arguments.target.device
     if device not in ("auto", "cpu" if vllm.is_cpu else "cuda"):
         kind = "CPUs" if vllm.is_cpu else "GPUs"

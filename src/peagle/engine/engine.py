@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from peagle.decoding.acceptance import Acceptance, per_position
@@ -80,6 +80,8 @@ class Engine:
         self._numbers = itertools.count()
         self._is_closed = False
         self._trained_length = TrainedLength(drafter)
+        self.on_finished: Callable[[RequestOutput, SamplingParams], None] | None = None
+        """called with each finished request; must not raise"""
         self._stats = EngineStats()
         self._num_drafts_by_accepted = [0] * (self.num_draft_tokens + 1)
         self._finished: list[RequestOutput] = []
@@ -380,6 +382,8 @@ class Engine:
         self._stats.num_prompt_tokens += len(pending.prompt_ids)
         output = self._output(pending)
         self._finished.append(output)
+        if self.on_finished is not None:
+            self.on_finished(output, pending.params)
         return output
 
     def _output(self, pending: PendingRequest) -> RequestOutput:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from peagle.checkpoint.card import baseline_of
 from peagle.dialects.dialect import dialect_of
+from peagle.engine.recorder import WARM_UP
 from peagle.errors import PeagleError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.backend import Backend
@@ -120,7 +121,7 @@ class Service(Backend):
 
     async def warm_up(self) -> None:
         params = SamplingParams(max_tokens=min(WARMUP_TOKENS, self.max_length - 1), ignore_eos=True)
-        async for _ in self.engine.stream([0], params, request_id="warm-up"):
+        async for _ in self.engine.stream([0], params, request_id=WARM_UP):
             pass
         try:
             await self._compiler.places.acquire()
