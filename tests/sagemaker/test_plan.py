@@ -45,10 +45,13 @@ def test_own_server_takes_the_same_variables():
     assert read.target == "openai/gpt-oss-20b" and read.drafter == DRAFTER.model and read.num_draft_tokens == 7
     assert read.server["served_model_name"] == ("chat", "gpt-oss-20b") and read.dtype == "float16"
     assert read.engine == {"max_batch": 16, "eager": True} and read.unmatched == ()
-    with pytest.raises(ConfigError, match="--env SM_VLLM_SPECULATIVE_CONFIG conflicts with the options"):
-        variables(
-            replace(SETTINGS, num_draft_tokens=0), "native", VLLM, {"SM_VLLM_SPECULATIVE_CONFIG": "x"}, is_uploaded=True
-        )
+    plain = replace(SETTINGS, num_draft_tokens=0)
+    for config, complaint in (
+        ('{"draft_tensor_parallel_size": 2}', "--env SM_VLLM_SPECULATIVE_CONFIG conflicts with the options"),
+        ("x", "SM_VLLM_SPECULATIVE_CONFIG is not valid JSON"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            variables(plain, "native", VLLM, {"SM_VLLM_SPECULATIVE_CONFIG": config}, is_uploaded=True)
 
 
 def test_options_of_vllm_are_taken_in_and_what_depends_on_them_fits():
