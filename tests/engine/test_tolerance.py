@@ -58,7 +58,7 @@ def test_tolerated_drafts_are_those_of_the_reference_decoder(target: HFTarget, d
         num_tolerated += output.metrics.num_tolerated_tokens
     stats = engine.stats()
     engine.close()
-    assert stats.num_tolerated_tokens == num_tolerated > 10
+    assert stats.num_tolerated_tokens == num_tolerated > 5
 
 
 def test_less_tolerance_keeps_fewer_drafts(target: HFTarget, drafter: Drafter) -> None:

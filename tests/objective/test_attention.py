@@ -122,6 +122,8 @@ def test_blocks_of_other_documents_and_other_chains_are_skipped():
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch itself deprecates
 def test_flex_attention_over_blocks_equals_masked_attention(num_partitions, compiles):
+    if compiles and not torch.cpu._is_avx2_supported():
+        pytest.skip("torch compiles flex attention for CPUs with AVX2 only")
     batch = packed_batch(max_length=200, num_partitions=num_partitions, rows=conversations(20, 20, 120))
     chance = torch.Generator().manual_seed(0)
     flex, look = (compiled(part, dynamic=False) if compiles else part for part in (attend, find_blocks))
