@@ -86,7 +86,7 @@ def train(python: Path, target: Path, inputs: Path, out: Path, case: str) -> dic
 def engine_rates(target: HFTarget, drafter: Path, prompts: list[list[int]]) -> list[float]:
     """Acceptance per position when the engine serves all prompts at once."""
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=len(prompts), max_length=128) as llm:
+    with LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=len(prompts), max_length=128, verify_tokens=0) as llm:
         found = [output.metrics.acceptance for output in llm.generate(prompts, params)]
     num_drafts = sum(acceptance.num_drafts for acceptance in found)
     return [

@@ -1,7 +1,8 @@
 """`peagle serve` on our own engine and on vLLM's CPU build: the same greedy answers, the same acceptance.
 
-Both are processes as users start them, asked by the openai client, and tell their acceptance by /metrics. Run by
-`make parity`; PEAGLE_VLLM_PYTHON names the interpreter of vLLM's environment.
+Both are processes, asked by the openai client, and tell their acceptance by /metrics. Our engine verifies only drafts
+that pay on this CPU; here all steps cost the same, so it verifies all of them, as vLLM does. Run by `make parity`;
+PEAGLE_VLLM_PYTHON names the interpreter of vLLM's environment.
 """
 
 import contextlib
@@ -32,6 +33,13 @@ ENGINES = {
     "native": "--device cpu",
     "vllm": "--engine vllm --prefill-tokens 512 --no-reuse-prefixes --eager",
 }
+VERIFY_ALL = """
+from peagle.cli.main import main
+from peagle.worker import runner
+from peagle.worker.step_costs import StepCosts
+runner.measure_step_costs = lambda *_: StepCosts({1: 1.0}, {1: 0.0})
+main()
+"""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -43,7 +51,7 @@ ENVIRONMENT = {
 @contextlib.contextmanager
 def served(engine):
     """The URL of a server that is ready; afterwards it must have ended by itself with status 0."""
-    command = [str(Path(sys.executable).with_name("peagle")), "serve", *COMMON.split(), *ENGINES[engine].split()]
+    command = [sys.executable, "-c", VERIFY_ALL, "serve", *COMMON.split(), *ENGINES[engine].split()]
     lines: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT) as process:
         reader = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
