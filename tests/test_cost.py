@@ -46,7 +46,7 @@ def test_the_table_follows_from_the_json_by_hand_calculation():
     assert (first["plain_usd_per_million"], first["drafted_usd_per_million"], first["saving"]) == (12.5, 5.0, 0.6)
     assert (second["plain_usd_per_million"], second["drafted_usd_per_million"]) == (2.083333, 1.388889)
     assert (third["plain_usd_per_million"], third["drafted_usd_per_million"], third["saving"]) == (0.416667, 0.5, -0.2)
-    # 2.5 times as fast with 3 tokens a step: a step takes 1.2 plain ones, and 1.2 tokens a step would break even.
+    # 2.5x at 3 tokens per step: a speculative step costs 1.2 plain steps, so 1.2 tokens per step break even.
     assert [row["break_even_acceptance_length"] for row in cost["by_concurrency"]] == [1.2, 2.0, 3.6]
     # The saving falls from 1/3 to -1/5 between 8 and 64: 5/8 of three doublings.
     assert cost["break_even_concurrency"] == pytest.approx(8 * 2 ** (3 * 0.3333 / 0.5333), abs=0.01)

@@ -102,7 +102,7 @@ def test_counts_agree_with_the_steps_of_the_decoder_and_with_the_engine(target, 
     assert is_plain(target, PROMPTS, GREEDY, answers)
     rendered = [render_prompt(target, each) for each in PROMPTS]
     seen = []
-    assert measure(target, drafter, rendered, GREEDY, 4, seen.append) == (found, 32) and seen == [2]
+    assert measure(target, drafter, rendered, GREEDY, 4, seen.append)[:2] == (found, 32) and seen == [2]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 7])

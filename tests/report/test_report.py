@@ -212,7 +212,7 @@ def test_the_report_of_a_sweep_says_what_its_json_says():
     for sentence in (
         "With drafts, tiny decodes 2.50 times as fast as plain decoding at concurrency 1 and 1.50 times at ",
         "concurrency 8, on NVIDIA H200.",
-        "With p-eagle K=4 a step emits 3.00 tokens on average, and 4 of 4 answers equal those of plain decoding.",
+        "p-eagle K=4 emits 3.00 tokens per step on average, and 4 of 4 answers equal those of plain decoding.",
     ):
         assert sentence in text
     assert "cost $1.39 instead of $2.08, at $4.50 per hour on 2026-07-22." in text

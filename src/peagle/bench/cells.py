@@ -1,4 +1,4 @@
-"""Results of one cell of a sweep: latencies, the split of a step, and the comparison with plain decoding.
+"""Results of one cell of a sweep: latencies, time per step by phase, and the comparison with plain decoding.
 
 A cell is one method with one number of draft tokens at one concurrency. Times are in seconds; reports use milliseconds.
 """

@@ -1,6 +1,6 @@
 """Sweep methods, numbers of draft tokens and concurrency over a prompt file, in one process.
 
-Reports throughput, latency, acceptance, the split of a step, memory, and how many answers differ from plain decoding.
+Reports throughput, latency, acceptance, time per step by phase, memory, and answers that differ from plain decoding.
 --anchors adds transformers itself, --dummy measures against memory bandwidth. `peagle bench serve` load-tests a server.
 """
 

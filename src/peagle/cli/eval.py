@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     drafter = arguments.drafter.load(target)
 
     from peagle.checkpoint.native import drafter_directory
-    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure_by_length, mixed_prompts, record_baseline
+    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure, mixed_prompts, record_baseline
     from peagle.compare.answers import render_prompt
     from peagle.decoding.acceptance import length_rows
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         depth = (arguments.record and config.num_draft_tokens) or config.usual_num_draft_tokens
     with progress_bar() as progress:
         task = progress.add_task("decoding", total=len(token_ids))
-        found, num_tokens, by_length = measure_by_length(
+        found, num_tokens, by_length = measure(
             target, drafter, token_ids, params, depth, lambda done: progress.update(task, completed=done)
         )
     workload = MIXED_PROMPTS if arguments.prompts is None else workload_name(arguments.prompts)

@@ -42,20 +42,11 @@ def measure(
     params: SamplingParams,
     num_draft_tokens: int,
     on_part: Callable[[int], None] = lambda _: None,
-) -> tuple[Acceptance, int]:
-    """Acceptance and number of answer tokens of our engine; `on_part` gets the number of prompts answered so far."""
-    return measure_by_length(target, drafter, prompts, params, num_draft_tokens, on_part)[:2]
-
-
-def measure_by_length(
-    target: "HFTarget",
-    drafter: "Drafter",
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    num_draft_tokens: int,
-    on_part: Callable[[int], None] = lambda _: None,
 ) -> tuple[Acceptance, int, dict[str, Any]]:
-    """The same, and acceptance by length of the text."""
+    """Acceptance of our engine, the number of answer tokens, and acceptance by length of the text.
+
+    `on_part` gets the number of prompts answered so far.
+    """
     drafter.check_num_draft_tokens(num_draft_tokens)
     outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, [params] * len(prompts), on_part)
     found = sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
@@ -99,7 +90,7 @@ def baseline_after_training(target: "HFTarget", drafter: "Drafter", *, with_engi
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS, temperature=temperature)
         if with_engine:
-            found, _ = measure(target, drafter, prompts, params, depth)
+            found, *_ = measure(target, drafter, prompts, params, depth)
         else:
             _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
         entries[baseline_key(temperature)] = entry(drafter, found, MIXED_PROMPTS, len(prompts), params)

@@ -113,7 +113,7 @@ def _proof_summary(document: Document) -> list[str]:
     return [
         f"Decoding with drafts {verdict}: {held} of {len(checks)} comparisons with the target's own answers hold.",
         f"They cover {document['num_prompts']} prompts, greedy, seeded and sampled.",
-        f"A step emitted {document['acceptance_length']:.2f} tokens on average.",
+        f"It emitted {document['acceptance_length']:.2f} tokens per step on average.",
     ]
 
 

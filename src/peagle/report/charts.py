@@ -58,7 +58,7 @@ def _literal(text: str) -> str:
 def lines(
     axes: "Axes", curves: Mapping[str, Points], x_label: str, y_label: str, *, x_axis: XAxis = "doubling"
 ) -> list[Any]:
-    """One curve per name. The x axis has a step for every doubling, for every whole number, or is like the y axis.
+    """One curve per name. The x axis is log2, has one tick per integer, or is scaled like the y axis.
 
     Plain decoding has the page's own ink in every chart. Of more than two curves, only the first two show their values.
     """

@@ -250,7 +250,7 @@ def sweep_summary(document: Document) -> list[str]:
         answers = f", and {same} of {cell['num_compared']} answers equal those of plain decoding"
         if near := cell["num_divergences_at_near_ties"]:
             answers += f" ({near} differ at near ties)"
-    said.append(f"With {cell['label']} a step emits {cell['acceptance_length']:.2f} tokens on average{answers}.")
+    said.append(f"{cell['label']} emits {cell['acceptance_length']:.2f} tokens per step on average{answers}.")
     rows = (document.get("cost") or {}).get("by_concurrency")
     if rows:
         row, price = rows[-1], document["cost"]["price"]
