@@ -169,7 +169,8 @@ def test_a_conversation_ends_before_a_follow_up_that_cannot_be_used(target, tmp_
     assert all(mask[-1] and text.count("assistant\n") == 1 for text, mask in conversations(target, tmp_path, "turns"))
 
 
-def test_long_answers_are_written_in_pieces_up_to_the_end_of_the_row(target, tmp_path):
+@pytest.mark.parametrize("keep_cut", [False, True])
+def test_long_answers_are_written_in_pieces_up_to_the_end_of_the_row(target, tmp_path, keep_cut):
     class Endless(Author):
         def answered(self, job):
             if isinstance(job.tag, Written):
@@ -178,7 +179,8 @@ def test_long_answers_are_written_in_pieces_up_to_the_end_of_the_row(target, tmp
             return Answer(job, [chance.randrange(20, 250) for _ in range(job.params.max_tokens)], False)
 
     author = Endless(target)
-    counts = run(target, tmp_path, author, Until(num_answers=2), kinds="long", max_answer_tokens=60)
+    settings = {"kinds": "long", "max_answer_tokens": 60, "keep_cut": keep_cut}
+    counts = run(target, tmp_path, author, Until(num_answers=2), **settings)
     assert counts["num_rows"] == 2 and not counts["dropped"]
     for text, mask in conversations(target, tmp_path, "long"):
         assert LONG_REQUEST in text and len(mask) > 490 and int((mask[1:] & ~mask[:-1]).sum()) == 1
@@ -186,7 +188,8 @@ def test_long_answers_are_written_in_pieces_up_to_the_end_of_the_row(target, tmp
     assert len(sizes) >= 10 and max(sizes) == 60, "loops are found after each piece"
 
 
-def test_a_long_answer_ends_before_the_piece_that_loops(target, tmp_path):
+@pytest.mark.parametrize(("keep_loops", "num_tokens"), [(False, 60), (True, 120)])
+def test_a_long_answer_ends_with_the_piece_that_loops(target, tmp_path, keep_loops, num_tokens):
     class Looping(Author):
         def answered(self, job):
             if isinstance(job.tag, Written):
@@ -194,8 +197,9 @@ def test_a_long_answer_ends_before_the_piece_that_loops(target, tmp_path):
             is_first = not job.tag.spans
             return Answer(job, list(range(20, 80)) if is_first else [30, 31, 32] * 20, False)
 
-    run(target, tmp_path, Looping(target), Until(num_answers=2), kinds="long", max_answer_tokens=60)
-    assert [int(mask.sum()) for _, mask in conversations(target, tmp_path, "long")] == [60, 60]
+    settings = {"kinds": "long", "max_answer_tokens": 60, "keep_cut": True, "keep_loops": keep_loops}
+    run(target, tmp_path, Looping(target), Until(num_answers=2), **settings)
+    assert [int(mask.sum()) for _, mask in conversations(target, tmp_path, "long")] == [num_tokens] * 2
 
 
 def test_a_kind_of_which_nothing_is_usable_is_given_up_and_that_is_said(target, tmp_path, caplog):

@@ -228,9 +228,9 @@ class Synthesis:
         """
         start, num_before = growing.start, len(growing.token_ids)
         token_ids = [*growing.token_ids[start:], *answer.token_ids]
-        reason = self._fault(token_ids, answer.is_ended)
-        is_piece = growing.kind == LONG and reason == "answer: cut"
-        if reason is not None and not is_piece:
+        is_piece = growing.kind == LONG and not answer.is_ended and not loops(np.array(token_ids, dtype=np.int32))
+        reason = None if is_piece else self._fault(token_ids, answer.is_ended)
+        if reason is not None:
             return False, reason
         growing.token_ids = [*growing.token_ids, *answer.token_ids]
         growing.spans = [span for span in growing.spans if span[0] != start] + [(start, len(growing.token_ids))]
