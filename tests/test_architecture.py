@@ -42,6 +42,7 @@ FLOORS = {
     "sampling_params": 1,
     "tokenizer": 1,
     "provenance": 1,
+    "rows": 1,
     "errors": 0,
 }
 TORCH_FREE_AREAS = {
@@ -56,6 +57,7 @@ TORCH_FREE_AREAS = {
     "provenance",
     "responses",
     "report",
+    "rows",
     "sagemaker",
     "sampling_params",
     "scheduling",
@@ -69,7 +71,6 @@ TORCH_FREE_MODULES = {
     "peagle.checkpoint.config_json",
     "peagle.checkpoint.layouts",
     "peagle.checkpoint.pairing",
-    "peagle.data.json_rows",
     "peagle.data.prompts",
     "peagle.drafter.config",
     "peagle.objective.config",

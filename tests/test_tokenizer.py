@@ -290,7 +290,7 @@ def test_messages_that_the_template_refuses_are_a_data_error_in_a_conversation()
 def test_reading_modules_import_neither_torch_nor_transformers():
     source = Path(sys.modules["peagle.tokenizer"].__file__).parents[1]
     program = (
-        "import sys, peagle.tokenizer, peagle.data.json_rows, peagle.data.conversations, peagle.data.prompts\n"
+        "import sys, peagle.rows, peagle.tokenizer, peagle.data.conversations, peagle.data.prompts\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(source)}

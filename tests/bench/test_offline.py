@@ -82,7 +82,10 @@ class StandIn:
             num_cached_tokens=1,
             num_preemptions=2,
         )
-        return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=request.tokens)], metrics=metrics)
+        outputs, text = [SimpleNamespace(token_ids=request.tokens)], f"answer to {request.ids[0]}"
+        return SimpleNamespace(
+            request_id=name, prompt_token_ids=request.ids, outputs=outputs, text=text, metrics=metrics
+        )
 
     def stats(self):
         return SimpleNamespace(
@@ -103,9 +106,51 @@ def test_a_closed_loop_keeps_the_concurrency_and_starts_the_next_when_one_ends()
     loop = closed_loop(llm, PROMPTS, [0, 1, 2, 0, 1], SamplingParams(max_tokens=4), 2, clock=llm.clock)
     assert llm.most_in_flight == 2 and not llm.flight
     assert llm.prompts == [PROMPTS[index] for index in (0, 1, 2, 0, 1)]
-    assert [index for index, _ in loop.outputs] == [0, 1, 2, 0, 1]
+    assert [index for index, _, _ in loop.outputs] == [0, 1, 2, 0, 1]
     assert loop.seconds == 12.0, "three rounds of four steps"
     assert loop.steady_tokens_per_second == pytest.approx(16 / 8), "until the last round, which is half empty"
+
+
+def test_a_conversation_keeps_its_place_and_asks_each_turn_with_the_answers_before_it():
+    llm, asked = StandIn(), []
+
+    def following(index, answers):
+        asked.append((index, list(answers)))
+        return [10 * index + len(answers)]
+
+    params = SamplingParams(max_tokens=4)
+    loop = closed_loop(llm, PROMPTS, [1, 2], params, 1, num_turns=[3, 1], following=following, clock=llm.clock)
+    assert [(index, turn) for index, turn, _ in loop.outputs] == [(1, 0), (1, 1), (1, 2), (2, 0)]
+    assert llm.prompts == [PROMPTS[1], [11], [12], PROMPTS[2]]
+    assert asked == [(1, ["answer to 4"]), (1, ["answer to 4", "answer to 11"])]
+    assert llm.most_in_flight == 1 and loop.steady_tokens_per_second == pytest.approx(1.0)
+
+
+class Asked:
+    """Conversations of two turns, one turn and one turn, whose second prompt is made up."""
+
+    num_turns = (2, 1, 1)
+
+    def following(self, index, answers):
+        return [100 + index]
+
+
+def test_requests_are_turns_and_a_repeated_conversation_is_cut_where_they_end():
+    llm, params = StandIn(pace=2), SamplingParams(max_tokens=3)
+    cell = Cell("p-eagle", 1, 1)
+    result = run_cell(llm, cell, PROMPTS, params, 5, conversations=Asked(), clock=llm.clock)
+    assert [(each.prompt, each.turn, each.asked) for each in result.answers] == [
+        (0, 0, None), (0, 1, (100,)), (1, 0, None), (2, 0, None), (0, 0, None),
+    ]  # fmt: skip
+    by_category = result.by_category(["code", "chat", "code"])
+    assert {name: each["num_requests"] for name, each in by_category.items()} == {"code": 4, "chat": 1}
+    assert by_category["chat"] == {
+        "num_requests": 1,
+        "num_output_tokens": 3,
+        "tokens_per_second_per_request": 2.0,
+        "acceptance_length": 2.0,
+        "num_drafts": 2,
+    }
 
 
 def test_fewer_requests_than_places_are_no_error():

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from peagle.bench.online import (
     sweep,
     warm_up,
 )
-from peagle.bench.online_report import plot, tables
+from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.scrape import Scrape
+from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError, ServerError
 from peagle.provenance import provenance
 
@@ -104,7 +106,8 @@ def test_report_has_the_fields_of_vllm_bench_serve():
     assert report["median_ttft_ms"] == 300 and report["mean_tpot_ms"] == pytest.approx(55.0)
     assert report["request_rate"] == "inf" and report["max_concurrency"] == 2
     assert not any(name.startswith("spec_decode") for name in report), "absent, not zero"
-    assert result.report()["request_goodput"] is None
+    assert report["share_within_goals"] == 0.3333, "of the two answers and the failure, one was good"
+    assert result.report()["request_goodput"] is result.report()["share_within_goals"] is None
     json.dumps(report, allow_nan=False)
 
 
@@ -194,6 +197,60 @@ def test_texts_are_those_that_the_server_gives_others(served):
     assert result.report(is_detailed=True)["generated_texts"][1] == expected.choices[0].message.content
 
 
+CHAT = Prompt("1", ({"role": "user", "content": "the user"},), "turns", category="chat")
+TURNS = replace(CHAT, category="writing", later=({"role": "user", "content": "and then"},) * 2)
+
+
+def test_turns_are_sent_with_the_answers_before_them_and_figures_are_kept_by_category(served):
+    result, sent = Result(Load(2), 8), list[list[dict[str, Any]]]()
+
+    class Recorded(Question):
+        def body(self, prompt: Prompt, index: int) -> dict[str, Any]:
+            sent.append(list(prompt.messages))
+            return super().body(prompt, index)
+
+    async def run() -> None:
+        async with Connections(served.url, seconds=10) as connections:
+            await apply(connections, Recorded(**vars(question())), [TURNS, CHAT], result)
+
+    asyncio.run(run())
+    report = result.report(is_detailed=True)
+    assert report["completed"] == 8 and report["categories"] == ["writing"] * 3 + ["chat"] + ["writing"] * 3 + ["chat"]
+    texts = report["generated_texts"]
+    second = next(messages for messages in sent if len(messages) == 5)
+    assert [message["content"] for message in second] == ["the user", texts[0], "and then", texts[1], "and then"]
+    assert [message["role"] for message in second] == ["user", "assistant"] * 2 + ["user"]
+    by_category = report["by_category"]
+    assert {name: each["completed"] for name, each in by_category.items()} == {"writing": 6, "chat": 2}
+    assert sum(each["num_drafts"] for each in by_category.values()) == report["spec_decode_num_drafts"]
+    drafted = sum((each["acceptance_length"] - 1) * each["num_drafts"] for each in by_category.values())
+    assert drafted == pytest.approx(report["spec_decode_accepted_tokens"], abs=0.01)
+    assert all(each["tokens_per_second_per_request"] > 0 for each in by_category.values())
+
+
+def test_turns_behind_a_failed_one_fail_too():
+    with stub(page(503, b'{"error": {"message": "full"}}')) as url:
+        result = Result(Load(1), 3)
+
+        async def run() -> None:
+            async with Connections(url, seconds=5) as connections:
+                await apply(connections, question(), [TURNS], result)
+
+        asyncio.run(run())
+    assert result.report()["failures"] == {"an earlier turn failed": 2, "HTTP 503: full": 1}
+
+
+def test_document_of_one_load_is_one_of_vllm_bench_serve():
+    result = Result(Load(2), 1, [outcome(0, 0.0, [0.1, 0.2], 11)], duration=2.5)
+    facts = {"workload": "w", "base_url": "http://h:1"}
+    found = document_of([result], question(), goals=None, is_detailed=False, **facts)
+    head = "date endpoint_type backend label model_id tokenizer_id burstiness"
+    for name in (*head.split(), *VLLM_FIELDS.split(), "mean_ttft_ms", "p99_tpot_ms", "median_itl_ms", "std_e2el_ms"):
+        assert name in found and found[name] == found["results"][0][name], name
+    both = document_of([result, result], question(), goals=None, is_detailed=False, **facts)
+    assert "completed" not in both and len(both["results"]) == 2
+
+
 def test_open_loop_sends_when_due_however_slow_the_answers_are():
     with stub(stream(piece("a"), piece("b", "stop"), DONE, pause=0.2)) as url:
         result = run_load(url, Load(None, 20.0), 10, seed=3)
@@ -278,7 +335,9 @@ def text_of(document: dict[str, Any]) -> str:
 def test_tables_tell_figures_failures_and_doubts():
     row = measured(Load(4), 1) | {"failures": {"HTTP 503: full": 2}, "client_busy": 0.95, "prefix_cache_hit_rate": 0.5}
     row |= {"spec_decode_acceptance_length": 2.5, "spec_decode_acceptance_rate": 50.0, "request_goodput": 0.25}
-    row |= {"spec_decode_per_position_acceptance_rates": [0.9, 0.6]}
+    row |= {"spec_decode_per_position_acceptance_rates": [0.9, 0.6], "share_within_goals": 0.125}
+    chat = row["by_category"][""]
+    row["by_category"] = {"chat": chat, "code": chat | {"acceptance_length": 3.25}}
     text = text_of(document([row], goodput={"ttft": 200}))
     for word in (
         "HTTP 503: full",
@@ -289,6 +348,9 @@ def test_tables_tell_figures_failures_and_doubts():
         "50% of prompt tokens",
         "0.25",
         "goodput",
+        "12.5%",
+        "by category",
+        "3.25",
     ):
         assert word in text, word
     assert "2.0" not in text.split("requests/s")[0] and " request " in text_of(document([measured(Load(None, 2.0), 1)]))

@@ -54,6 +54,26 @@ def test_speed_up_is_against_plain_at_the_same_concurrency(document):
     assert document["workload"] == "questions"
 
 
+def test_categories_have_their_own_speedup_and_acceptance():
+    def timed(method, depth, speeds):
+        answers = [
+            Answer(index, (1,) * 5, 0.01, 1 / speed, Acceptance(2, (2, index)) if depth else None)
+            for index, speed in enumerate(speeds)
+        ]
+        return CellResult(Cell(method, depth, 1), answers, 1.0, acceptance=Acceptance(4, (4, 1)) if depth else None)
+
+    results = [timed("none", 0, (10, 20)), timed("p-eagle", 2, (30, 30))]
+    document = document_of(results, categories=["code", "chat"], **FACTS)
+    assert "categories" not in document
+    plain, drafted = (cell["by_category"] for cell in document["cells"])
+    assert plain["code"]["tokens_per_second_per_request"] == 10 and plain["code"]["acceptance_length"] is None
+    assert [drafted[name]["speedup"] for name in ("code", "chat")] == [3.0, 1.5]
+    assert [drafted[name]["acceptance_length"] for name in ("code", "chat")] == [2.0, 2.5]
+    text = shown(document)
+    assert "by category" in text and "2.00 30.0 3.00x" in text and "2.50 30.0 1.50x" in text
+    assert "by category" not in shown(document_of(results, categories=["chat", "chat"], **FACTS))
+
+
 def test_speed_up_is_unknown_without_plain():
     assert document_of(RESULTS[2:3], **FACTS)["cells"][0]["speedup"] is None
 

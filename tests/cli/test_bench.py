@@ -89,6 +89,46 @@ def test_several_prompt_files_are_one_workload(bench, prompts, tmp_path):
     assert document["num_prompts"] == 3 and document["workload"] == "arithmetic+more"
 
 
+@pytest.fixture
+def conversations(tmp_path):
+    rows = [
+        {"category": "chat", "turns": ["the user", "and then", "the end"]},
+        {"category": "code", "turns": ["another"]},
+        {"category": "chat", "turns": ["a third one", "the user"]},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_turn_is_asked_and_figures_are_kept_by_category(bench, conversations, tmp_path):
+    report = tmp_path / "report.md"
+    result = bench("--json", "--prompts", conversations, "--limit", 3, "--report", report)
+    document = result.json
+    assert document["num_prompts"] == 3 and document["num_turns"] == 6 and "categories" not in document
+    for cell in document["cells"]:
+        assert cell["num_requests"] == cell["num_compared"] == 6 and cell["num_divergences"] == 0, "also later turns"
+        assert {name: own["num_requests"] for name, own in cell["by_category"].items()} == {"chat": 5, "code": 1}
+        drafted = [own["num_drafts"] for own in cell["by_category"].values()]
+        assert drafted == [None, None] if cell["method"] == "none" else sum(drafted) == cell["num_drafts"]
+    assert "By category, at the lowest concurrency" in report.read_text() and "| code | 1 | " in report.read_text()
+    chosen = bench("--json", "--prompts", conversations, "--categories", "chat", "--limit", 1, "--max-turns", 2).json
+    both = bench("--json", "--prompts", conversations, "--categories", "code,chat", "--limit", 1).json
+    assert both["num_prompts"] == 2 and both["num_turns"] == 4, "a limit counts by category"
+    assert chosen["num_prompts"] == 1 and {cell["num_requests"] for cell in chosen["cells"]} == {2}
+
+
+def test_categories_and_turns_that_cannot_be_measured_are_refused(peagle, on_models, conversations):
+    command = ("bench", "--prompts", conversations, *on_models)
+    for more, message, hint in (
+        (("--categories", "chatt"), "no prompt has the category 'chatt'", "did you mean 'chat'?"),
+        (("--anchors",), "--anchors answer one turn of each prompt", "add --max-turns 1"),
+        (("--max-turns", 0), "max_turns must be at least 1, got 0", ""),
+    ):
+        refused = peagle(*command, *more)
+        assert refused.status == 2 and message in refused.err and hint in refused.err, refused.err
+
+
 def test_a_limit_runs_that_many_prompts_once_and_leaves_out_batches_they_cannot_fill(bench):
     result = bench("--json", "--limit", 2, "--concurrency", "1,2,8")
     assert {(cell["concurrency"], cell["num_requests"]) for cell in result.json["cells"]} == {(1, 2), (2, 2)}

@@ -40,12 +40,13 @@ def test_sweep_prints_one_document(peagle, served, prompts, tmp_path):
     document = result.json
     assert document["model_id"] == "tiny" and document["workload"] == "asked" and not document["is_interrupted"]
     assert [row["max_concurrency"] for row in document["results"]] == [1, 2]
-    assert [row["num_prompts"] for row in document["results"]] == [3, 16], (
-        "each prompt, and each of several places eight times"
+    assert [row["num_prompts"] for row in document["results"]] == [4, 16], (
+        "each turn, and each of several places eight times"
     )
     for row in document["results"]:
         assert row["completed"] == row["num_prompts"] and row["failed"] == 0
         assert row["request_goodput"] == row["request_throughput"], "goals so low are met by all"
+        assert row["share_within_goals"] == 1 and row["by_category"].keys() == {"asked"}
         assert row["output_lens"] == [8] * row["num_prompts"] and row["label"] is None
         assert row["endpoint_type"] == "openai-chat" and row["burstiness"] == 1.0
     assert plot.read_text().lstrip().startswith("<?xml")
@@ -62,7 +63,7 @@ def test_table_and_request_rates(peagle, served, prompts):
 def test_fields_of_extra_body_reach_the_server(peagle, served, prompts):
     plain = '{"speculation": {"enabled": false}}'
     asked = ("bench", "serve", served.url, "--prompts", prompts, "--concurrency", 1, *SMALL, "--json", "--extra-body")
-    (row,) = peagle(*asked, plain).json["results"]
+    (row,) = peagle(*asked, plain, "--max-turns", 1).json["results"]
     assert row["completed"] == 3 and "spec_decode_num_drafts" not in row
     failed = peagle(*asked, '{"gadgets": 3}')
     assert failed.status == 2 and "gadgets" in failed.err, "the warm-up shows what the server rejects"
@@ -79,7 +80,7 @@ def test_key_comes_from_a_file_or_the_environment_and_is_not_told(peagle, prompt
         monkeypatch.setenv("PEAGLE_API_KEY", KEY)
         with_variable = peagle(*asked)
     for result in (with_file, with_variable):
-        assert result.status == 0 and result.json["results"][0]["completed"] == 3
+        assert result.status == 0 and result.json["results"][0]["completed"] == 4
         assert KEY not in result.out + result.err
 
 

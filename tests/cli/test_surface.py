@@ -33,12 +33,13 @@ FLAGS = {
         f"--json --no-json {TARGET} {DRAFTER}"
     ),
     "bench": (
-        "--prompts --limit --methods --num-draft-tokens --concurrency --num-requests --max-tokens --temperature --seed "
+        "--prompts --limit --categories --max-turns --methods --num-draft-tokens --concurrency --num-requests "
+        "--max-tokens --temperature --seed "
         "--anchors --dummy --eagle3-drafter "
         f"--json --plot --report --instance {COST} {TARGET} {DRAFTER}"
     ),
     "bench serve": (
-        "--prompts --limit --endpoint --model --concurrency --request-rate --num-requests "
+        "--prompts --limit --categories --max-turns --endpoint --model --concurrency --request-rate --num-requests "
         "--max-tokens --ignore-eos --temperature --seed --extra-body --goodput "
         "--ready-seconds --json --detailed --plot --report "
         f"--instance {COST} {API_KEY}"

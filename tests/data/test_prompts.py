@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 
 import pytest
 
@@ -12,7 +13,7 @@ from peagle.data.prompts import (
     read_prompts,
     workload_name,
 )
-from peagle.errors import ConfigError, DataError
+from peagle.errors import ConfigError, DataError, MissingExtraError
 
 
 def write(path, *rows):
@@ -35,7 +36,7 @@ def refusal(path):
     [
         (
             {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
-            Prompt("81", user("first"), "turns", category="writing"),
+            Prompt("81", user("first"), "turns", category="writing", later=user("second")),
         ),
         (
             {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "x"},
@@ -69,6 +70,71 @@ def test_messages_are_kept_up_to_the_last_user_turn(tmp_path):
     ]
     (prompt,) = read_prompts(write(tmp_path / "rows.jsonl", {"messages": messages, "prompt": "a"}))
     assert prompt.messages == tuple(messages[:4]) and prompt.kind == "messages"
+
+
+def test_messages_without_answers_are_turns_as_in_speed_bench(tmp_path):
+    said = [("system", "s"), ("user", "a"), ("user", "b"), ("user", "c")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    (prompt,) = read_prompts(write(tmp_path / "rows.jsonl", {"messages": messages, "category": "qa"}))
+    assert prompt.messages == tuple(messages[:2]) and prompt.later == tuple(messages[2:]) and prompt.num_turns == 3
+    second = prompt.following("yes")
+    assert [message["content"] for message in second.messages] == ["s", "a", "yes", "b"] and second.category == "qa"
+    assert second.following("no").following("end") is None
+
+
+SPEED_BENCH = [
+    {
+        "question_id": f"{number:032x}",
+        "category": category,
+        "sub_category": None,
+        "turns": turns,
+        "source": "made by hand",
+        "src_id": str(number),
+        "difficulty": None,
+        "multiturn": len(turns) > 1,
+    }
+    for number, (category, turns) in enumerate(
+        [
+            ("coding", ["Write f.", "Now test it."]),
+            ("rag", ["Who?"]),
+            ("low_entropy", ["Sort.", "Again.", "Once more."]),
+        ]
+    )
+]
+
+
+def test_speed_bench_is_read_alike_from_jsonl_and_parquet(tmp_path):
+    """In its published columns: all turns and all categories are kept."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder = tmp_path / "qualitative"
+    folder.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(SPEED_BENCH), folder / "test-00000-of-00001.parquet")
+    prompts = read_prompts(folder / "test-00000-of-00001.parquet")
+    assert prompts == read_prompts(write(tmp_path / "qualitative.jsonl", *SPEED_BENCH))
+    assert [(each.category, each.num_turns) for each in prompts] == [("coding", 2), ("rag", 1), ("low_entropy", 3)]
+    assert prompts[0].where.endswith(".parquet:1") and prompts[1].id == SPEED_BENCH[1]["question_id"]
+    assert workload_name(folder / "test-00000-of-00001.parquet") == "qualitative/test-00000-of-00001"
+    assert [dialog.kind for dialog in read_dialogs(folder / "test-00000-of-00001.parquet", limit=1)] == ["coding"]
+    (tmp_path / "cut.parquet").write_bytes((folder / "test-00000-of-00001.parquet").read_bytes()[:-40])
+    assert "cannot read" in refusal(tmp_path / "cut.parquet").message
+    assert "no file at" in refusal(tmp_path / "none.parquet").message
+
+
+def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError) as caught:
+        read_prompts(tmp_path / "rows.parquet")
+    assert "reading rows.parquet needs" in caught.value.message and "peagle[parquet]" in caught.value.hint
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_placeholder_of_speed_bench_is_refused(tmp_path, place):
+    turns = ["Who?", "Why?"]
+    turns[place] = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    error = refusal(write(tmp_path / "rows.jsonl", {"turns": ["a"]}, {"turns": turns}))
+    assert "rows.jsonl:2: the file has a placeholder" in error.message and "prepare_data.py" in error.hint
 
 
 def test_text_files_hold_one_prompt_per_line_and_json_and_gzip_read_alike(tmp_path):
@@ -110,7 +176,11 @@ def test_each_prompt_has_the_kind_of_its_row(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message", "hint"),
     [
-        ({"text": "x", "label": 1}, "no prompt found; keys found: text, label", '"turns" (MT-Bench, Spec-Bench)'),
+        (
+            {"text": "x", "label": 1},
+            "no prompt found; keys found: text, label",
+            '"turns" (MT-Bench, Spec-Bench, SPEED-Bench)',
+        ),
         ({}, "no prompt found; keys found: none", "a row needs one of"),
         ({"prompt": " \n"}, "the prompt is empty (prompt row)", "remove the row"),
         ({"prompt": "", "task_id": "x"}, "the prompt is empty (humaneval row)", "remove the row"),
@@ -176,6 +246,6 @@ def test_dialogs_keep_all_turns_and_name_their_line(tmp_path):
 
 def test_a_dialog_with_an_empty_later_turn_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"turns": ["first", "  "]})
-    assert len(read_prompts(path)) == 1
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt is empty \(turns row\)"):
-        read_dialogs(path)
+    for read in (read_prompts, read_dialogs):
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: the prompt is empty \(turns row\)"):
+            read(path)

@@ -233,6 +233,24 @@ def test_acceptance_of_several_evaluations_stands_side_by_side_by_workload_and_l
     assert f"{heads}| questions | 2.50 | 2.50 |\n\n" in text, "a result without lengths has no row"
 
 
+def test_categories_of_a_sweep_and_of_a_load_have_a_table_and_a_chart():
+    found = {"chat": 2.25, "code": 3.5}
+    figures = {"num_requests": 4, "tokens_per_second_per_request": 80.0, "speedup": 2.0, "completed": 4}
+    figures |= {"median_ttft_ms": 12.0, "median_tpot_ms": 3.0}
+    by_category = {name: figures | {"acceptance_length": length} for name, length in found.items()}
+    swept, loaded = sweep(), load()
+    swept["cells"][2]["by_category"] = loaded["results"][0]["by_category"] = by_category
+    for document, row in (
+        (swept, "| code | 4 | 3.50 80.0 2.00x |"),
+        (loaded, "| code | 4 | 80.0 | 12.0 | 3.00 | 3.50 |"),
+    ):
+        report = report_of([document])
+        assert row in markdown_of(report)
+        (drawn,) = (each for part in report.sections for each in part.charts if "category" in each.title)
+        assert drawn.description == "chat 2.25, code 3.50."
+        assert "3.50" in html_of(replace(report, sections=[replace(report.sections[0], charts=[drawn])]))
+
+
 def test_a_proof_beside_a_sweep_takes_the_second_sentence():
     summary = report_of([sweep(), proof()]).summary
     assert "Decoding with drafts is lossless: 2 of 2 comparisons with the target's own answers hold." in summary

@@ -3,8 +3,10 @@
 A cell is one method with one number of draft tokens at one concurrency. Times are in seconds; reports use milliseconds.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from peagle.compare.divergence import first_difference, first_divergence, measured_near_tie
@@ -47,6 +49,11 @@ class Answer:
     """time to first token; None if the method does not report it"""
     seconds_per_token: float | None = None
     """after the first token (TPOT); None for an answer of one token"""
+    acceptance: Acceptance | None = None
+    turn: int = 0
+    """number of the turn in its conversation"""
+    asked: tuple[int, ...] | None = None
+    """token ids of the prompt of a later turn: they depend on the answers before it"""
 
 
 def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
@@ -142,6 +149,13 @@ class CellResult:
     def tokens_per_second(self) -> float | None:
         return self.num_tokens / self.seconds if self.seconds else None
 
+    def by_category(self, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Speed of single requests and acceptance, by the category of the prompt."""
+        found: dict[str, list[Answer]] = {name: [] for name in categories}
+        for answer in self.answers if categories else ():
+            found[categories[answer.prompt]].append(answer)
+        return {name: _category(answers) for name, answers in found.items() if answers}
+
     def report(self) -> dict[str, Any]:
         """A JSON-ready summary; None for what was not measured."""
         acceptance = self.acceptance
@@ -169,34 +183,55 @@ class CellResult:
         } | (dict.fromkeys(compared) if self.comparison is None else compared)
 
 
+def _category(answers: Sequence[Answer]) -> dict[str, Any]:
+    timed = [(len(each.token_ids) - 1, each.seconds_per_token) for each in answers if each.seconds_per_token]
+    seconds = sum(num_tokens * per_token for num_tokens, per_token in timed)
+    drafted = [each.acceptance for each in answers if each.acceptance is not None]
+    acceptance = reduce(operator.add, drafted) if drafted else None
+    return {
+        "num_requests": len(answers),
+        "num_output_tokens": sum(len(each.token_ids) for each in answers),
+        "tokens_per_second_per_request": round(sum(count for count, _ in timed) / seconds, 2) if seconds else None,
+        "acceptance_length": None if acceptance is None else round(acceptance.acceptance_length, 4),
+        "num_drafts": None if acceptance is None else acceptance.num_drafts,
+    }
+
+
 def compare_with_plain(
     target: "HFTarget", prompts: Sequence[Sequence[int]], results: Sequence[CellResult], params: SamplingParams
 ) -> None:
     """Set `comparison` of every cell, if decoding is greedy and plain decoding is part of the sweep.
 
     The reference for all cells is plain decoding at its lowest concurrency, so plain cells at higher concurrency show
-    what batching alone changes in low precision. Runs the target once per place of divergence, so it must be idle.
+    what batching alone changes in low precision. A later turn is compared if its prompt is the same, so not behind an
+    answer that differs. Runs the target once per place of divergence, so it must be idle.
     """
     plain = [result for result in results if result.cell.method == PLAIN and result.answers]
     if not plain or not params.is_greedy:
         return
     reference = min(plain, key=lambda result: result.cell.concurrency)
-    expected: dict[int, tuple[int, ...]] = {}
+    expected: dict[tuple[int, ...], tuple[int, ...]] = {}
     for answer in reference.answers:
-        expected.setdefault(answer.prompt, answer.token_ids)
-    samples = [[*prompts[prompt], *expected[prompt]] for prompt in list(expected)[:NUM_SAMPLES]]
+        expected.setdefault(asked_of(answer, prompts), answer.token_ids)
+    samples = [[*prompt, *expected[prompt]] for prompt in list(expected)[:NUM_SAMPLES]]
     limit = measured_near_tie(target, samples)
-    seen: dict[tuple[int, tuple[int, ...]], Divergence | None] = {}
+    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], Divergence | None] = {}
     for result in results:
-        compared = [answer for answer in result.answers if answer.prompt in expected and result.failure is None]
+        own = [(asked_of(answer, prompts), answer) for answer in result.answers if result.failure is None]
+        compared = [(asked, answer) for asked, answer in own if asked in expected]
         found = []
-        for answer in compared:
-            wanted = expected[answer.prompt]
+        for asked, answer in compared:
+            wanted = expected[asked]
             if (place := first_difference(wanted, answer.token_ids)) is None:
                 continue
-            key = (answer.prompt, answer.token_ids[: place + 1])
+            key = (asked, answer.token_ids[: place + 1])
             if key not in seen:
-                seen[key] = first_divergence(target, prompts[answer.prompt], wanted, answer.token_ids, params, limit)
+                seen[key] = first_divergence(target, asked, wanted, answer.token_ids, params, limit)
             found.append(seen[key])
         if compared:
             result.comparison = Comparison(len(compared), tuple(filter(None, found)), limit)
+
+
+def asked_of(answer: Answer, prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Token ids of the prompt of an answer."""
+    return tuple(prompts[answer.prompt]) if answer.asked is None else answer.asked

@@ -148,6 +148,11 @@ class Outcome:
     times: list[float] = field(default_factory=list)
     """arrival times of chunks with output"""
     pieces: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """pieces of the answer itself, without thinking: what the next turn of a conversation repeats"""
+    category: str = ""
+    speculation: Mapping[str, Any] | None = None
+    """what the server says about the drafts of this request: vLLM's `metrics.speculative_decoding`"""
     num_input: int = 0
     num_output: int = 0
     has_usage: bool = False
@@ -189,8 +194,10 @@ class Outcome:
             self.has_usage = True
             self.num_input = usage.get("prompt_tokens") or 0
             self.num_output = usage.get("completion_tokens") or 0
+        self.speculation = (chunk.get("metrics") or {}).get("speculative_decoding") or self.speculation
         for choice in chunk.get("choices") or ():
             piece = choice.get("delta") or choice
+            self.said.append(piece.get("content") or piece.get("text") or "")
             shown = next((piece[key] for key in SHOWN if piece.get(key)), None)
             if choice.get("finish_reason"):
                 self.is_whole = True

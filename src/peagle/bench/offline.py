@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import PLAIN, Answer, Cell, CellResult, StepSplit
+from peagle.bench.conversations import Conversations, Following, planned
 from peagle.errors import PeagleError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, find
@@ -45,14 +46,33 @@ MakeLLM = Callable[[str, int | None], "LLM"]
 class Loop:
     """What happened in a closed loop."""
 
-    outputs: "list[tuple[int, RequestOutput]]" = field(default_factory=list)
-    """with the index of the prompt, in the order they finished"""
+    outputs: "list[tuple[int, int, RequestOutput]]" = field(default_factory=list)
+    """with the index of the prompt and the turn, in the order they finished"""
     seconds: float = 0.0
     steady_tokens_per_second: float | None = None
     walls: list[float] = field(default_factory=list)
     """seconds per steady step, from the end of one step to the end of the next; only with `time_steps`"""
     device: list[float] = field(default_factory=list)
     """seconds the device was busy in those steps; zeros if unknown"""
+
+
+@dataclass
+class _Conversation:
+    index: int
+    num_left: int
+    """turns to ask, the current one included"""
+    asked: Sequence[int]
+    answers: list[str] = field(default_factory=list)
+
+    def continued(self, output: "RequestOutput", following: Following) -> bool:
+        """Take the answer and go on to the next turn; False after the last."""
+        self.num_left -= 1
+        if self.num_left < 1:
+            return False
+        self.answers.append(output.text)
+        asked = following(self.index, self.answers)
+        self.asked = asked or ()
+        return asked is not None
 
 
 def closed_loop(
@@ -62,21 +82,27 @@ def closed_loop(
     params: SamplingParams,
     concurrency: int,
     *,
+    num_turns: Sequence[int] = (),
+    following: Following = lambda *_: None,
     time_steps: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Loop:
     """Answer `prompts[i]` for each i in `order`, with up to `concurrency` requests in flight.
 
-    `time_steps` reads the engine's counters at every step. That costs host time, so use it only in a warm-up.
+    `num_turns` has the turns to ask of each conversation in `order` (default: one). The next turn starts when the one
+    before it ends. `time_steps` reads the engine's counters at every step. That costs host time, so use it only in a
+    warm-up.
     """
-    loop, waiting, prompt_of = Loop(), deque(order), dict[str, int]()
+    loop, in_flight = Loop(), dict[str, _Conversation]()
+    turns = num_turns or [1] * len(order)
+    waiting = deque(_Conversation(index, left, prompts[index]) for index, left in zip(order, turns, strict=True))
     tokens_before, calm, prefilled, busy = engine.stats().num_output_tokens, 0, -1, 0.0
     started = ended = clock()
-    while waiting or prompt_of:
-        while waiting and len(prompt_of) < concurrency:
-            index = waiting.popleft()
-            prompt_of[engine.add(list(prompts[index]), params)] = index
-        is_full = len(prompt_of) == concurrency
+    while waiting or in_flight:
+        while waiting and len(in_flight) < concurrency:
+            conversation = waiting.popleft()
+            in_flight[engine.add(list(conversation.asked), params)] = conversation
+        is_full = len(in_flight) == concurrency
         finished = engine.step()
         before, ended = ended, clock()
         if time_steps:
@@ -87,10 +113,14 @@ def closed_loop(
             if calm > SETTLING_STEPS:
                 loop.walls.append(ended - before)
                 loop.device.append(busy - busy_before)
+        for output in finished:
+            conversation = in_flight.pop(output.request_id)
+            loop.outputs.append((conversation.index, len(conversation.answers), output))
+            if conversation.continued(output, following):
+                waiting.appendleft(conversation)
         if is_full and len(waiting) < len(finished) and loop.steady_tokens_per_second is None:
             num_tokens = engine.stats().num_output_tokens - tokens_before
             loop.steady_tokens_per_second = num_tokens / max(ended - started, 1e-9)
-        loop.outputs += [(prompt_of.pop(output.request_id), output) for output in finished]
     loop.seconds = ended - started
     return loop
 
@@ -123,37 +153,52 @@ def run_cell(
     params: SamplingParams,
     num_requests: int,
     *,
+    conversations: Conversations | None = None,
     device: "torch.device | None" = None,
     clock: Clock = time.perf_counter,
 ) -> CellResult:
-    """Warm up, then run `num_requests` requests, cycling through the prompts."""
+    """Warm up, then run `num_requests` requests, cycling through the prompts and the turns of `conversations`."""
     step = warm_up(llm, prompts, params, cell.concurrency, clock)
     reset_peak_memory(device)
-    order = [index % len(prompts) for index in range(num_requests)]
-    loop = closed_loop(llm.engine, prompts, order, params, cell.concurrency, clock=clock)
+    plan = planned([1] * len(prompts) if conversations is None else conversations.num_turns, num_requests)
+    turns: dict[str, Any] = {"num_turns": [turns for _, turns in plan]}
+    if conversations is not None:
+        turns["following"] = conversations.following
+    order = [index for index, _ in plan]
+    loop = closed_loop(llm.engine, prompts, order, params, cell.concurrency, **turns, clock=clock)
+    is_drafted = cell.method != PLAIN
+    answers = [answer_of(index, output, turn=turn, is_drafted=is_drafted) for index, turn, output in loop.outputs]
     acceptance = None
-    if cell.method != PLAIN:
-        acceptance = reduce(operator.add, (output.metrics.acceptance for _, output in loop.outputs))
+    if is_drafted:
+        acceptance = reduce(operator.add, (output.metrics.acceptance for _, _, output in loop.outputs))
     return CellResult(
         cell,
-        answers=[answer_of(index, output) for index, output in loop.outputs],
+        answers=answers,
         seconds=loop.seconds,
         steady_tokens_per_second=loop.steady_tokens_per_second,
         acceptance=acceptance,
         step=step,
         memory_bytes=peak_memory(device),
-        num_cached_tokens=sum(output.metrics.num_cached_tokens for _, output in loop.outputs),
-        num_preemptions=sum(output.metrics.num_preemptions for _, output in loop.outputs),
+        num_cached_tokens=sum(output.metrics.num_cached_tokens for _, _, output in loop.outputs),
+        num_preemptions=sum(output.metrics.num_preemptions for _, _, output in loop.outputs),
     )
 
 
-def answer_of(prompt: int, output: "RequestOutput") -> Answer:
+def answer_of(prompt: int, output: "RequestOutput", *, turn: int = 0, is_drafted: bool = False) -> Answer:
     """The answer with TTFT and TPOT; TPOT excludes the first token."""
     metrics, token_ids = output.metrics, tuple(output.outputs[0].token_ids)
     first, end, per_token = metrics.first_token_at, metrics.finished_at, None
     if first is not None and end is not None and len(token_ids) > 1:
         per_token = (end - first) / (len(token_ids) - 1)
-    return Answer(prompt, token_ids, None if first is None else first - metrics.arrived, per_token)
+    return Answer(
+        prompt,
+        token_ids,
+        None if first is None else first - metrics.arrived,
+        per_token,
+        metrics.acceptance if is_drafted else None,
+        turn,
+        tuple(output.prompt_token_ids) if turn else None,
+    )
 
 
 def cells_of(
@@ -203,6 +248,7 @@ def sweep(
     results: list[CellResult],
     *,
     num_requests: Mapping[int, int],
+    conversations: Conversations | None = None,
     device: "torch.device | None" = None,
     on_cell: Callable[[CellResult], None] = lambda _: None,
     clock: Clock = time.perf_counter,
@@ -221,7 +267,8 @@ def sweep(
                 try:
                     llm = llm or opened.enter_context(contextlib.closing(make_llm(*wanted)))
                     num = num_requests[cell.concurrency]
-                    result = run_cell(llm, cell, prompts, params, num, device=device, clock=clock)
+                    options: dict[str, Any] = {"conversations": conversations, "device": device, "clock": clock}
+                    result = run_cell(llm, cell, prompts, params, num, **options)
                 except (PeagleError, MemoryError, torch.OutOfMemoryError) as error:
                     result = CellResult(cell, failure=reason_of(error))
                     opened.close()
@@ -244,14 +291,16 @@ def llm_factory(
     *,
     concurrency: Sequence[int],
     max_tokens: int,
+    longest: int | None = None,
     **options: Any,
 ) -> MakeLLM:
     """Engines over one loaded target and its drafters, by method.
 
     They are just large enough for the workload, so that the reported memory is what it needs. Prefix caching is off:
-    prompts repeat, and prefill must be measured. A number of draft tokens is verified in full in every step.
+    prompts repeat, and prefill must be measured. A number of draft tokens is verified in full in every step. `longest`
+    is the length of the longest sequence, if not that of the longest prompt with its answer.
     """
-    longest = max(map(len, prompts)) + max_tokens
+    max_length = min(longest or max(map(len, prompts)) + max_tokens, target.max_length)
 
     def make(method: str, num_draft_tokens: int | None) -> "LLM":
         from peagle.engine.llm import LLM
@@ -264,7 +313,7 @@ def llm_factory(
             drafter=drafter,
             num_draft_tokens=num_draft_tokens if drafter is not None else None,
             max_batch=max(concurrency),
-            max_length=min(longest, target.max_length),
+            max_length=max_length,
             reuse_prefixes=False,
             verify_tokens=None if num_draft_tokens is None else 0,
             **options,

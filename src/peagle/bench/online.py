@@ -19,6 +19,7 @@ from typing import Any
 
 from peagle.bench.cells import percentile
 from peagle.bench.client import Connections, Outcome, Question, ask, model_of, scrape
+from peagle.bench.conversations import planned
 from peagle.bench.scrape import Scrape, Speculation, prefix_cache_hit_rate
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError, ServerError, Terminated, nearest
@@ -39,7 +40,7 @@ class Load:
     concurrency: int | None = None
     """None: unlimited"""
     request_rate: float = math.inf
-    """average requests per second; infinite: send as soon as the concurrency limit allows"""
+    """average requests per second, or conversations; infinite: send as soon as the concurrency limit allows"""
 
     @property
     def label(self) -> str:
@@ -113,6 +114,17 @@ class Result:
 
         return sum(map(meets, self.answered))
 
+    def share_good(self, goals: Mapping[str, float] | None) -> float | None:
+        """Share of the finished requests that meet every goal; a failed request meets none."""
+        return None if goals is None or not self.outcomes else round(self.num_good(goals) / len(self.outcomes), 4)
+
+    def by_category(self) -> dict[str, dict[str, Any]]:
+        """Speed and acceptance by category. Acceptance is None if the server does not report it by request."""
+        found: dict[str, list[Outcome]] = defaultdict(list)
+        for outcome in sorted(self.answered, key=lambda outcome: outcome.index):
+            found[outcome.category].append(outcome)
+        return {name: _category(outcomes) for name, outcomes in found.items()}
+
     def report(self, *, goals: Mapping[str, float] | None = None, is_detailed: bool = False) -> dict[str, Any]:
         """The fields of `vllm bench serve` (None if there is nothing to measure), then peagle's own."""
         answered, seconds = self.answered, self.duration or math.inf
@@ -130,6 +142,7 @@ class Result:
             "total_output_tokens": num_output,
             "request_throughput": round(len(answered) / seconds, 4),
             "request_goodput": None if goals is None else round(self.num_good(goals) / seconds, 4),
+            "share_within_goals": self.share_good(goals),
             "output_throughput": round(num_output / seconds, 4),
             "total_token_throughput": round((num_input + num_output) / seconds, 4),
             "max_output_tokens_per_s": peak_tokens(answered),
@@ -152,6 +165,7 @@ class Result:
             "output_tokens_from_usage": all(outcome.has_usage for outcome in answered),
             "prefix_cache_hit_rate": prefix_cache_hit_rate(self.before, self.after) if self.before else None,
             "client_busy": round(self.client_busy, 3),
+            "by_category": self.by_category(),
         }
         return document | (self._details() if is_detailed else {})
 
@@ -168,7 +182,27 @@ class Result:
             "queue_times": [max(0.0, outcome.sent - outcome.due) for outcome in ordered],
             "generated_texts": ["".join(outcome.pieces) for outcome in ordered],
             "errors": [outcome.error or "" for outcome in ordered],
+            "categories": [outcome.category for outcome in ordered],
         }
+
+
+def _category(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    timed = [(outcome.num_output - 1, outcome.tpot) for outcome in outcomes if outcome.tpot]
+    seconds = sum(num_tokens * tpot for num_tokens, tpot in timed)
+    ttfts = [outcome.ttft for outcome in outcomes if outcome.ttft is not None]
+    told = [outcome.speculation for outcome in outcomes if outcome.speculation is not None]
+    num_drafts, num_accepted = (
+        sum(each.get(key) or 0 for each in told) for key in ("num_spec_steps", "num_accepted_draft_tokens")
+    )
+    return {
+        "completed": len(outcomes),
+        "total_output_tokens": sum(outcome.num_output for outcome in outcomes),
+        "median_ttft_ms": round(1e3 * statistics.median(ttfts), 4) if ttfts else None,
+        "median_tpot_ms": round(1e3 * statistics.median(tpot for _, tpot in timed), 4) if timed else None,
+        "tokens_per_second_per_request": round(sum(count for count, _ in timed) / seconds, 2) if seconds else None,
+        "acceptance_length": round(1 + num_accepted / num_drafts, 4) if num_drafts else None,
+        "num_drafts": num_drafts if told else None,
+    }
 
 
 def spread(seconds: Sequence[float], name: str) -> dict[str, float | None]:
@@ -215,32 +249,46 @@ async def apply(
     seed: int = 0,
     on_done: Callable[[Outcome], None] = lambda _: None,
 ) -> None:
-    """Send the requests of one load and record them in `result`, even if cancelled."""
+    """Send the requests of one load and record them in `result`, even if cancelled.
+
+    A conversation holds its place until its last turn is answered. Each turn repeats the answers before it.
+    """
     load = result.load
     places = None if load.concurrency is None else asyncio.Semaphore(load.concurrency)
+    plan = planned([prompt.num_turns for prompt in prompts], result.num_requests)
+    starts = accumulate((turns for _, turns in plan), initial=0)
 
-    async def one(index: int, due: float) -> None:
-        outcome = Outcome(index, due)
+    async def converse(prompt: Prompt, indices: range, due: float) -> None:
+        following: Prompt | None = prompt
+        error: str | None = None
         try:
-            await ask(connections, question, prompts[index % len(prompts)], outcome)
+            for index in indices:
+                outcome = Outcome(index, due, category=prompt.category)
+                if error is None and following is not None:
+                    await ask(connections, question, following, outcome)
+                    following, error = following.following("".join(outcome.said)), outcome.error
+                else:
+                    outcome.sent = outcome.ended = due
+                    outcome.error = "an earlier turn failed"
+                result.outcomes.append(outcome)
+                on_done(outcome)
+                due = time.perf_counter()
         finally:
             if places is not None:
                 places.release()
-        result.outcomes.append(outcome)
-        on_done(outcome)
 
-    connections.prepare(min(result.num_requests, load.concurrency or MAX_PREPARED))
+    connections.prepare(min(len(plan), load.concurrency or MAX_PREPARED))
     result.before = await scrape(connections)
-    due_after = arrivals(load.request_rate, result.num_requests, seed=seed)
+    due_after = arrivals(load.request_rate, len(plan), seed=seed)
     start, busy = time.perf_counter(), time.process_time()
     try:
         async with asyncio.TaskGroup() as tasks:
-            for index, after in enumerate(due_after):
+            for (which, turns), first, after in zip(plan, starts, due_after, strict=False):
                 if (wait := start + after - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 if places is not None:
                     await places.acquire()
-                tasks.create_task(one(index, start + after))
+                tasks.create_task(converse(prompts[which], range(first, first + turns), start + after))
     except asyncio.CancelledError:
         result.is_interrupted = True
         raise

@@ -26,7 +26,10 @@ def document_of(
     is_detailed: bool,
     **facts: Any,
 ) -> dict[str, Any]:
-    """The JSON document of a run. Every result repeats the head, as in the documents of `vllm bench serve`."""
+    """The JSON document of a run. Every result repeats the head, as in the documents of `vllm bench serve`.
+
+    The document of a single load has the load's fields too, so it is itself such a document.
+    """
     rows = [result.report(goals=goals, is_detailed=is_detailed) for result in results]
     backend = "openai-chat" if question.is_chat else "openai"
     head = {
@@ -41,6 +44,7 @@ def document_of(
         head
         | {key: getattr(question, key) for key in ("max_tokens", "temperature", "ignore_eos", "seed")}
         | {"percentiles": list(PERCENTILES), "goodput": goals, "provenance": provenance()}
+        | (({"burstiness": 1.0} | rows[0]) if len(rows) == 1 else {})
         | facts
         | {"results": [head | {"burstiness": 1.0} | row for row in rows]}
     )
@@ -50,12 +54,35 @@ def tables(document: dict[str, Any]) -> list[Table]:
     """The loads; then, if present, acceptance by position and failures."""
     rows = document["results"]
     found = [_load_table(document)]
-    rates = [(_load_name(row), row.get("spec_decode_per_position_acceptance_rates") or []) for row in rows]
+    rates = [(load_name(row), row.get("spec_decode_per_position_acceptance_rates") or []) for row in rows]
     if any(each for _, each in rates):
         found.append(position_table((name, each) for name, each in rates if each))
-    if failures := [(_load_name(row), str(n), reason) for row in rows for reason, n in row["failures"].items()]:
+    if any(len(row["by_category"]) > 1 for row in rows):
+        found.append(_category_table(rows))
+    if failures := [(load_name(row), str(n), reason) for row in rows for reason, n in row["failures"].items()]:
         found.append(make_table("failed requests", ("load", "requests", "reason"), failures, num_right=1))
     return found
+
+
+def _category_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("load", "category", "completed", "tokens/s\nper request", "TTFT ms\np50", "TPOT ms\np50")
+    cells = [(load_name(row), *each) for row in rows for each in category_cells(row)]
+    return make_table("by category", (*columns, "acceptance\nlength"), cells)
+
+
+def category_cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Category, requests, tokens/s per request, median TTFT and TPOT, and acceptance length of one load."""
+    return [
+        (
+            name,
+            str(own["completed"]),
+            number(own["tokens_per_second_per_request"], 1),
+            number(own["median_ttft_ms"], 1),
+            number(own["median_tpot_ms"], 2),
+            number(own["acceptance_length"], 2),
+        )
+        for name, own in (row.get("by_category") or {}).items()
+    ]
 
 
 def _load_table(document: dict[str, Any]) -> Table:
@@ -63,7 +90,7 @@ def _load_table(document: dict[str, Any]) -> Table:
     has_rates = any(row["request_rate"] != "inf" for row in rows)
     has_goals = document["goodput"] is not None
     columns = ["concurrency", *(["request\nrate"] if has_rates else []), "completed", "failed", "requests/s"]
-    columns += [*(["goodput\nrequests/s"] if has_goals else []), "output\ntokens/s"]
+    columns += [*(["goodput\nrequests/s", "within\ngoals"] if has_goals else []), "output\ntokens/s"]
     columns += [f"{name}\nmean p50 {TAIL}" for name in SPREADS]
     cells = []
     for row in rows:
@@ -75,7 +102,7 @@ def _load_table(document: dict[str, Any]) -> Table:
                 f"{row['completed']} of {row['num_prompts']}",
                 str(row["failed"]),
                 number(row["request_throughput"], 2),
-                *([number(row["request_goodput"], 2)] if has_goals else []),
+                *([number(row["request_goodput"], 2), percent(row["share_within_goals"])] if has_goals else []),
                 number(row["output_throughput"], 1),
                 *(_spread(row, key) for key in SPREADS.values()),
                 number(row.get("spec_decode_acceptance_length"), 2),
@@ -105,7 +132,11 @@ def _caption(document: dict[str, Any]) -> str | None:
     return "\n".join(notes) or None
 
 
-def _load_name(row: dict[str, Any]) -> str:
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def load_name(row: Mapping[str, Any]) -> str:
     return Load(row["max_concurrency"], float(row["request_rate"])).label
 
 

@@ -1,7 +1,7 @@
 """An offline sweep as a JSON document and as tables."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +20,24 @@ TABLE_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
 
 
-def document_of(results: Sequence[CellResult], **facts: Any) -> dict[str, Any]:
+def document_of(results: Sequence[CellResult], *, categories: Sequence[str] = (), **facts: Any) -> dict[str, Any]:
     """The JSON document of a run: `facts`, then the cells with their speedup over plain decoding.
 
     Speedup is against plain decoding at the same concurrency; None if that was not run. `speedup_plain_requests` is the
-    number of requests plain decoding ran there: an anchor may have run fewer.
+    number of requests plain decoding ran there: an anchor may have run fewer. `categories` has the category of every
+    prompt; a category's speedup compares the speed of its single requests.
     """
-    cells = [result.report() for result in results]
+    cells = [result.report() | {"by_category": result.by_category(categories)} for result in results]
     plain = {cell["concurrency"]: cell for cell in cells if cell["method"] == PLAIN}
     for cell in cells:
         base = plain.get(cell["concurrency"], {})
         ours, theirs = cell["output_tokens_per_second"], base.get("output_tokens_per_second")
         cell["speedup"] = round(ours / theirs, 3) if ours and theirs else None
         cell["speedup_plain_requests"] = base["num_requests"] if ours and theirs else None
+        for name, own in cell["by_category"].items():
+            ours = own["tokens_per_second_per_request"]
+            theirs = base.get("by_category", {}).get(name, {}).get("tokens_per_second_per_request")
+            own["speedup"] = round(ours / theirs, 3) if ours and theirs else None
     return facts | {"cells": cells}
 
 
@@ -60,11 +65,36 @@ def tables(document: dict[str, Any]) -> list[Table]:
     drafted = list({cell["label"]: cell for cell in reversed(cells) if cell["per_position"]}.values())[::-1]
     if drafted:
         found.append(position_table((cell["label"], cell["per_position"]) for cell in drafted))
+    if (by_category := category_rows(cells)) is not None:
+        note = "at the lowest concurrency: acceptance length, tokens/s of one request, its speedup"
+        found.append(make_table("by category", *by_category, caption=note))
     if document.get("bandwidth"):
         found.append(_bandwidth_table(document["bandwidth"]))
     if failures := [(c["label"], str(c["concurrency"]), c["failure"]) for c in cells if c["failure"]]:
         found.append(make_table("failed", ("method", "concurrency", "reason"), failures, num_right=0))
     return found
+
+
+def category_rows(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
+    """Columns and rows of a table by category, each label at its lowest concurrency; None with fewer than two."""
+    labels = {cell["label"]: cell.get("by_category") or {} for cell in reversed(cells)}
+    labels = dict(reversed([(label, own) for label, own in labels.items() if own]))
+    names = list(dict.fromkeys(name for own in labels.values() for name in own))
+    if len(names) < 2:
+        return None
+    requests = {name: max(own[name]["num_requests"] for own in labels.values() if name in own) for name in names}
+    rows = [[name, str(requests[name]), *(_category(own.get(name)) for own in labels.values())] for name in names]
+    return ["category", "requests", *labels], rows
+
+
+def _category(found: dict[str, Any] | None) -> str:
+    """Acceptance length, tokens/s of one request, and speedup where it is not plain decoding's."""
+    if found is None:
+        return "-"
+    length, speed, speedup = (found[key] for key in ("acceptance_length", "tokens_per_second_per_request", "speedup"))
+    words = [] if length is None else [f"{length:.2f}"]
+    words.append(number(speed, 1))
+    return " ".join([*words, f"{speedup:.2f}x"] if speedup is not None and length is not None else words)
 
 
 def make_table(

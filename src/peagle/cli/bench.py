@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
+from peagle.bench.conversations import Conversations
 from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
-from peagle.compare.answers import render_prompt
 from peagle.console.arguments import (
     ModelArguments,
     Names,
@@ -153,6 +153,8 @@ def _check_dummy(arguments: Arguments) -> None:
     others = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,
+        "--categories": arguments.workload.categories,
+        "--max-turns": arguments.workload.max_turns,
         "--num-draft-tokens": arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None,
         "--anchors": arguments.anchors,
         "--target": arguments.target.target,
@@ -171,19 +173,23 @@ def _check_dummy(arguments: Arguments) -> None:
 def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it."""
     params, prompts = arguments.workload.params, arguments.workload.read()
+    if arguments.anchors and any(prompt.later for prompt in prompts):
+        raise ConfigError("--anchors answer one turn of each prompt, but some have several", hint="add --max-turns 1")
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
-    prompt_ids = [render_prompt(target, prompt) for prompt in prompts]
-    arguments = replace(arguments, concurrency=filled(arguments, len(prompts)))
-    num_requests = {places: arguments.workload.requests(places, len(prompts)) for places in arguments.concurrency}
+    conversations = Conversations(target, prompts)
+    arguments, num_turns = replace(arguments, concurrency=filled(arguments, len(prompts))), sum(conversations.num_turns)
+    num_requests = {places: arguments.workload.requests(places, num_turns) for places in arguments.concurrency}
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
-    interrupt = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results)
+    interrupt = measure(
+        arguments, cells, target, drafters, conversations.first, params, num_requests, results, conversations
+    )
     if interrupt is None:
-        compare_with_plain(target, prompt_ids, results, params)
+        compare_with_plain(target, conversations.first, results, params)
     names = {method: drafter_name(arguments, method, target) for method in drafters}
     facts = facts_of(target, params, accelerator(target), arguments.workload.name, len(prompts), drafters=names)
-    return facts, interrupt
+    return facts | {"num_turns": num_turns, "categories": [prompt.category for prompt in prompts]}, interrupt
 
 
 def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
@@ -254,6 +260,7 @@ def measure(
     params: SamplingParams,
     num_requests: Mapping[int, int],
     results: list[CellResult],
+    conversations: Conversations | None = None,
 ) -> KeyboardInterrupt | None:
     """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
     arguments.cost.check(accelerator(target))
@@ -270,12 +277,13 @@ def measure(
         def on_start(what: str, num_done: int, num_parts: int) -> None:
             progress.update(task, description=f"starting the engine: {what} ({num_done} of {num_parts})")
 
-        factory = llm_factory(
-            target, drafters, prompts, concurrency=concurrency, max_tokens=max_tokens, progress=on_start
-        )
+        longest = None if conversations is None else conversations.max_length(max_tokens)
+        sizes: dict[str, Any] = {"concurrency": concurrency, "max_tokens": max_tokens, "longest": longest}
+        factory = llm_factory(target, drafters, prompts, **sizes, progress=on_start)
         options: dict[str, Any] = {"num_requests": num_requests, "on_cell": on_cell}
+        turns: dict[str, Any] = {"conversations": conversations, "device": target.device}
         try:
-            sweep(cells, factory, prompts, params, results, device=target.device, **options)
+            sweep(cells, factory, prompts, params, results, **turns, **options)
             if arguments.anchors:
                 run_anchors(target, prompts, concurrency, max_tokens, results, **options)
         except KeyboardInterrupt as interrupt:

@@ -94,6 +94,7 @@ def main(argv: list[str]) -> int:
         "base_url": root,
         "workload": workload.name,
         "num_different_prompts": len(prompts),
+        "num_turns": sum(prompt.num_turns for prompt in prompts),
         "is_interrupted": interrupt is not None,
     }
     question = replace(question, model=model)
@@ -136,8 +137,9 @@ def run(
     """Measure under a progress bar; returns the model's name and the interrupt that ended the run early."""
     is_open = arguments.concurrency is None and arguments.request_rate != (math.inf,)
     concurrency = (None,) if is_open else arguments.concurrency or DEFAULT_CONCURRENCY
+    num_turns = sum(prompt.num_turns for prompt in prompts)
     planned = [
-        Result(Load(places, rate), arguments.workload.requests(places or 0, len(prompts)))
+        Result(Load(places, rate), arguments.workload.requests(places or 0, num_turns))
         for rate in arguments.request_rate
         for places in concurrency
     ]

@@ -18,9 +18,9 @@ from peagle.console.arguments import TargetArguments, parse
 from peagle.console.progress import progress_bar
 from peagle.console.recipe import parse_with_recipe
 from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until
-from peagle.data.json_rows import read_lines
 from peagle.data.progress import RunProgress, drops
 from peagle.data.prompts import read_dialogs
+from peagle.rows import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)

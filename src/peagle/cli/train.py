@@ -15,9 +15,9 @@ from typing import Any
 from peagle.console.arguments import DrafterArguments, TargetArguments
 from peagle.console.progress import progress_bar
 from peagle.console.recipe import parse_with_recipe
-from peagle.data.json_rows import read_lines
 from peagle.errors import ConfigError
 from peagle.objective.config import DataSettings, DrafterSettings, HardwareSettings, TrainConfig, TrainingSettings
+from peagle.rows import read_lines
 
 log = logging.getLogger(__name__)
 

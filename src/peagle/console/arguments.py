@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Str
 from peagle.console.progress import working
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts, workload_name
-from peagle.errors import ConfigError, PeagleError, TargetError
+from peagle.errors import ConfigError, PeagleError, TargetError, nearest
 from peagle.sampling_params import SamplingParams
 from peagle.server.settings import keys_in
 
@@ -176,8 +177,12 @@ class WorkloadArguments:
     """prompt files, comma-separated"""
     limit: int | None = None
     """use only the first N prompts of each file, each once"""
+    categories: Names | None = None
+    """use only the prompts of these categories, as the file names them; --limit then counts by category"""
+    max_turns: int | None = None
+    """most turns of a conversation, each sent with the model's own answers before it; default: all in the file"""
     num_requests: int | None = None
-    """requests per measurement, repeating prompts; default: each prompt once, and without --limit at least 8 x
+    """requests per measurement, repeating prompts; default: each turn once, and without --limit at least 8 x
     concurrency above 1"""
     max_tokens: int = 256
     """most tokens per answer"""
@@ -187,17 +192,43 @@ class WorkloadArguments:
     """random seed of sampling and arrivals"""
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "limit", "num_requests", "max_tokens")
+        require_at_least(self, 1, "limit", "max_turns", "num_requests", "max_tokens")
         require_at_least(self, 0, "temperature")
 
     def read(self) -> list[Prompt]:
-        return [prompt for path in self.prompts or () for prompt in read_prompts(path, limit=self.limit)]
+        """The prompts; one without a category has the name of its file."""
+        prompts = [
+            replace(each, category=each.category or workload_name(path), later=each.later[: self._num_later])
+            for path in self.prompts or ()
+            for each in read_prompts(path, limit=None if self.categories else self.limit)
+        ]
+        return prompts if self.categories is None else self._chosen(prompts, self.categories)
 
-    def requests(self, concurrency: int, num_prompts: int) -> int:
-        """Requests of a measurement. By default at least eight per batch slot: the emptying batch weighs little."""
+    @property
+    def _num_later(self) -> int | None:
+        return None if self.max_turns is None else self.max_turns - 1
+
+    def _chosen(self, prompts: list[Prompt], categories: Names) -> list[Prompt]:
+        """The prompts of some categories, at most `limit` of each per file."""
+        known = dict.fromkeys(each.category for each in prompts)
+        for name in categories:
+            if name not in known:
+                raise ConfigError(f"--categories: no prompt has the category {name!r}", hint=nearest(name, known))
+        seen: Counter[tuple[str, str]] = Counter()
+        chosen = []
+        for each in prompts:
+            place = (each.where.rpartition(":")[0], each.category)
+            if each.category in categories and (self.limit is None or seen[place] < self.limit):
+                seen[place] += 1
+                chosen.append(each)
+        return chosen
+
+    def requests(self, concurrency: int, num_turns: int) -> int:
+        """Requests of a measurement. By default every turn once and at least eight per batch slot, so that the
+        emptying batch weighs little."""
         if self.num_requests is not None:
             return self.num_requests
-        return num_prompts if concurrency <= 1 or self.limit is not None else max(8 * concurrency, num_prompts)
+        return num_turns if concurrency <= 1 or self.limit is not None else max(8 * concurrency, num_turns)
 
     @property
     def params(self) -> SamplingParams:
@@ -211,9 +242,9 @@ class WorkloadArguments:
 SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
-    "alarms", "allow_mismatch", "anchors", "checkpoint_activations", "cors_origins", "detailed", "drain_seconds",
-    "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init", "keep_cut", "labels",
-    "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel",
+    "alarms", "allow_mismatch", "anchors", "categories", "checkpoint_activations", "cors_origins", "detailed",
+    "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init", "keep_cut",
+    "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel",
     "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention", "reuse_prefixes",
     "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
 }  # fmt: skip

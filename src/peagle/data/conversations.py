@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from peagle.data.json_rows import SHAREGPT_ROLES, chat_messages, describe, is_text, place, read_rows
 from peagle.data.shards import LossMask, TokenIds, open_shards
 from peagle.errors import DataError, TargetError
+from peagle.rows import SHAREGPT_ROLES, chat_messages, describe, is_text, place, read_rows
 from peagle.tokenizer import answer_spans, tokenizer_hash
 
 if TYPE_CHECKING:

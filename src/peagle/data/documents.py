@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle.data.json_rows import read_lines, read_rows
 from peagle.data.kinds import CODE, TEXT
 from peagle.errors import DataError
+from peagle.rows import read_lines, read_rows
 from peagle.tokenizer import detokenize, encode
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ Rows are recognized by their keys, so there is no format option.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peagle.data.config import drawn_number
-from peagle.data.json_rows import chat_messages, describe, empty_file, is_text, place, read_lines, read_rows
 from peagle.errors import ConfigError, DataError
+from peagle.rows import chat_messages, describe, empty_file, is_text, place, read_lines, read_rows
 
 Messages = tuple[dict[str, Any], ...]
 
@@ -20,11 +21,15 @@ HUMANEVAL_INSTRUCTION = "Complete this Python function:\n"
 """Prepended to a HumanEval prompt, which is the start of a source file, to make it a user message."""
 
 ROW_SHAPES = (
-    '"turns" (MT-Bench, Spec-Bench), "prompt" with "task_id" or "entry_point" (HumanEval), "question" (GSM8K), '
-    '"messages" (OpenAI), "conversations" (ShareGPT), "prompt" (plain), "instruction" (Self-Instruct, Alpaca)'
+    '"turns" (MT-Bench, Spec-Bench, SPEED-Bench), "prompt" with "task_id" or "entry_point" (HumanEval), '
+    '"question" (GSM8K), "messages" (OpenAI), "conversations" (ShareGPT), "prompt" (plain), '
+    '"instruction" (Self-Instruct, Alpaca)'
 )
 GENERIC_STEMS = frozenset({"data", "dev", "prompt", "prompts", "question", "questions", "test", "train", "validation"})
-"""File names that mean nothing without their folder."""
+"""File names that mean nothing without their folder. So does one part of a Parquet dataset."""
+PART_STEM = re.compile(r"[a-z]+-\d{5}-of-\d{5}")
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+"""What the published SPEED-Bench has instead of texts that its license does not let it pass on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,26 @@ class Prompt:
     where: str = field(default="", compare=False)
     """"FILE:LINE", for error messages"""
     category: str = ""
-    """"category" of the row, as in MT-Bench and Spec-Bench"""
+    """"category" of the row, as in MT-Bench, Spec-Bench and SPEED-Bench"""
+    later: Messages = ()
+    """user messages of later turns; the row has no answers to those before them"""
+
+    @property
+    def num_turns(self) -> int:
+        return 1 + len(self.later)
+
+    def following(self, answer: str) -> "Prompt | None":
+        """The request of the next turn: all messages so far, this answer, the next user message. None after the last.
+
+        >>> user = [{"role": "user", "content": text} for text in "abc"]
+        >>> second = Prompt("1", (user[0],), "turns", later=tuple(user[1:])).following("yes")
+        >>> [message["content"] for message in second.messages], second.num_turns
+        (['a', 'yes', 'b'], 2)
+        """
+        if not self.later:
+            return None
+        said = (*self.messages, {"role": "assistant", "content": answer}, self.later[0])
+        return replace(self, messages=said, later=self.later[1:])
 
 
 class Dialog(NamedTuple):
@@ -65,7 +89,7 @@ class Dialog(NamedTuple):
 
 
 def read_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Read the first `limit` prompts (default: all) of a .jsonl, .json or .txt file, plain or gzipped.
+    """Read the first `limit` prompts (default: all) of a .jsonl, .json, .txt (plain or gzipped) or .parquet file.
 
     Rows after the limit are not read. Errors name file and line.
     """
@@ -77,7 +101,7 @@ def read_dialogs(path: str | Path, *, limit: int | None = None) -> list[Dialog]:
     dialogs = []
     for row in _limited(Path(path), limit):
         for index in _user_turns(row):
-            _reject_empty(row, row.messages[index])
+            _check_text(row, row.messages[index])
         dialogs.append(Dialog(row.where, row.messages, row.category or workload_name(path)))
     return dialogs
 
@@ -87,7 +111,8 @@ def workload_name(path: str | Path) -> str:
     path = Path(path)
     stem = path.name.split(".")[0] or path.name
     folder = path.absolute().parent.name
-    return f"{folder}/{stem}" if stem.lower() in GENERIC_STEMS and folder else stem
+    is_generic = stem.lower() in GENERIC_STEMS or PART_STEM.fullmatch(stem.lower()) is not None
+    return f"{folder}/{stem}" if is_generic and folder else stem
 
 
 def _limited(path: Path, limit: int | None) -> Iterator[Prompt]:
@@ -116,11 +141,23 @@ def _json_rows(path: Path) -> Iterator[Prompt]:
 
 
 def _request(row: Prompt) -> Prompt:
-    """The request of a row: the first turn, or for OpenAI messages everything up to the last user message."""
+    """The first request of a row, and the user messages of its later turns.
+
+    OpenAI messages with answers are one request, up to the last user message. Without answers they are turns, as in
+    SPEED-Bench. Of ShareGPT only the first turn is used: the later ones are about answers of another model.
+    """
     users = _user_turns(row)
-    messages = row.messages[: users[-1] + 1] if row.kind == "messages" else (row.messages[users[0]],)
-    _reject_empty(row, messages[-1])
-    return replace(row, messages=messages)
+    is_answered = any(message["role"] == "assistant" for message in row.messages)
+    later: Messages = ()
+    if row.kind == "sharegpt":
+        messages: Messages = (row.messages[users[0]],)
+    elif is_answered:
+        messages = row.messages[: users[-1] + 1]
+    else:
+        messages, later = row.messages[: users[0] + 1], tuple(row.messages[index] for index in users[1:])
+    for message in (messages[-1], *later):
+        _check_text(row, message)
+    return replace(row, messages=messages, later=later)
 
 
 def _user_turns(row: Prompt) -> list[int]:
@@ -133,7 +170,12 @@ def _user_turns(row: Prompt) -> list[int]:
     return users
 
 
-def _reject_empty(row: Prompt, message: dict[str, Any]) -> None:
+def _check_text(row: Prompt, message: dict[str, Any]) -> None:
+    if SPEED_BENCH_PLACEHOLDER in message["content"]:
+        raise DataError(
+            f"{row.where}: the file has a placeholder instead of this prompt",
+            hint="run SPEED-Bench's own prepare_data.py, which fills in the texts, and pass the file that it writes",
+        )
     if not message["content"].strip():
         raise DataError(f"{row.where}: the prompt is empty ({row.kind} row)", hint="remove the row or add a text")
 

@@ -111,7 +111,8 @@ def bars(axes: "Axes", groups: Mapping[str, Mapping[str, float]], parts: Sequenc
     axes.set_xlabel(x_label)
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
-    _legend(axes, len(parts))
+    if len(parts) > 1:
+        _legend(axes, len(parts))
     return []
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from peagle.bench.online_report import category_cells, percent
 from peagle.bench.report import number
 from peagle.report.charts import Points, histogram
 from peagle.report.parts import Chart, Section, Table
@@ -58,11 +59,11 @@ def _speed(rows: Sequence[Row]) -> Section:
             number(row["output_throughput"], 1),
             number(per_user(row["median_tpot_ms"]), 1),
             number(row.get("spec_decode_acceptance_length"), 2),
-            *([number(row["request_goodput"], 2)] if has_goals else []),
+            *([number(row["request_goodput"], 2), percent(row.get("share_within_goals"))] if has_goals else []),
         )
         for row in rows
     ]
-    heads += ["requests/s within the goals"] if has_goals else []
+    heads += ["requests/s within the goals", "share within the goals"] if has_goals else []
     return Section("Throughput of the server", (), charts, [Table("Every measured load", heads, cells)])
 
 
@@ -91,7 +92,11 @@ def _latency(rows: Sequence[Row]) -> Section:
 
 def _acceptance(rows: Sequence[Row]) -> Section:
     found = {_name(row): row.get("spec_decode_per_position_acceptance_rates") or [] for row in rows}
-    return acceptance_section({name: rates for name, rates in found.items() if rates})
+    shown = [(_name(row), *each) for row in rows for each in category_cells(row) if len(row["by_category"]) > 1]
+    heads = ("load", "category", "requests", "tokens/s of one request", "TTFT ms", "time per token ms")
+    more = [Table("By category, medians", (*heads, "acceptance length"), shown, num_left=2)] if shown else []
+    lengths = {name: own["acceptance_length"] for name, own in (rows[0].get("by_category") or {}).items()}
+    return acceptance_section({name: rates for name, rates in found.items() if rates}, more, lengths)
 
 
 def load_summary(document: Mapping[str, Any]) -> list[str]:

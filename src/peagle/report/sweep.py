@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle.bench.cells import PLAIN
 from peagle.bench.plot import hardware_of
-from peagle.bench.report import number
+from peagle.bench.report import category_rows, number
 from peagle.cost import cost_lines, dollars
 from peagle.report.charts import Points, XAxis, bars, lines
 from peagle.report.parts import Chart, Section, Table
@@ -142,11 +142,20 @@ def _ttft(cell: Cell, which: str) -> float | None:
 def _acceptance(cells: Sequence[Cell]) -> Section:
     """One row per label, at its lowest concurrency: acceptance does not depend on the batch."""
     drafted = {cell["label"]: cell["per_position"] for cell in reversed(cells) if cell["per_position"]}
-    return acceptance_section(dict(reversed(drafted.items())))
+    by_category = category_rows(cells)
+    caption = "By category, at the lowest concurrency: acceptance length, tokens/s of one request, its speedup"
+    more = [] if by_category is None else [Table(caption, *by_category)]
+    best = max(cells, key=lambda cell: cell["acceptance_length"] or 0.0, default={})
+    lengths = {name: own["acceptance_length"] for name, own in (best.get("by_category") or {}).items()}
+    return acceptance_section(dict(reversed(drafted.items())), more, lengths)
 
 
-def acceptance_section(per_position: Mapping[str, Sequence[float]], more: Sequence[Table] = ()) -> Section:
-    """Acceptance by position of each label."""
+def acceptance_section(
+    per_position: Mapping[str, Sequence[float]],
+    more: Sequence[Table] = (),
+    by_category: Mapping[str, float | None] | None = None,
+) -> Section:
+    """Acceptance by position of each label, and the acceptance length by category."""
     shown = list(per_position)[:MAX_CURVES]
     of: dict[str, Points] = {
         label: [(float(place), rate) for place, rate in enumerate(per_position[label], start=1) if rate > 0]
@@ -159,6 +168,11 @@ def acceptance_section(per_position: Mapping[str, Sequence[float]], more: Sequen
     tables = [Table(caption, ("drafts of", *map(str, range(1, depth + 1))), rows)] if rows else []
     known = {label: points for label, points in of.items() if points}
     charts = chart("Acceptance by position", known, "position in the draft", "share accepted", "whole")
+    lengths = {name: {"acceptance length": length} for name, length in (by_category or {}).items() if length}
+    if len(lengths) > 1:
+        words = ", ".join(f"{name} {own['acceptance length']:.2f}" for name, own in lengths.items())
+        draw = partial(bars, groups=lengths, parts=["acceptance length"], x_label="tokens per step")
+        charts.append(Chart("Acceptance length by category", f"{words}.", draw))
     return Section("Acceptance", (), charts, [*tables, *more])
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from peagle.data.json_rows import CHAT_ROLES
 from peagle.dialects.dialect import Ask
 from peagle.dialects.messages import Deltas, message_of
 from peagle.dialects.reading import Event, Parser
 from peagle.dialects.rendering import effort_variables, template_message, template_tool
 from peagle.errors import PeagleError, nearest
+from peagle.rows import CHAT_ROLES
 from peagle.server.errors import HttpError, as_http_error, invalid, unsupported
 from peagle.server.jobs import Choice, Job
 from peagle.server.protocol import ChatBody, Message, TokenizeBody, Tool

@@ -1,4 +1,4 @@
-"""Reads rows of prompt and conversation files: JSONL, a JSON array, or text lines, plain or gzipped.
+"""Reads rows of prompt and conversation files: JSONL, a JSON array or text lines, plain or gzipped, and Parquet.
 
 Errors are DataErrors that start with "FILE:LINE:". Also parses the chat formats that both kinds of file share (OpenAI
 messages, ShareGPT turns).
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from peagle.errors import DataError, nearest
+from peagle.errors import DataError, MissingExtraError, nearest
 
 GZIP_MAGIC = b"\x1f\x8b"
 JSON_WHITESPACE = " \t\r\n"
 ARRAY_START = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*(]?)[ \t\r\n]*")
 AFTER_ROW = re.compile(r"[ \t\r\n]*([],])[ \t\r\n]*")
-FILE_SHAPES = "one JSON object per line (JSONL) or one JSON array of objects, plain or gzipped"
+FILE_SHAPES = "one JSON object per line (JSONL) or one JSON array of objects, plain or gzipped, or a Parquet file"
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     **dict.fromkeys(("assistant", "bard", "bing", "chatgpt", "gpt"), "assistant"),
@@ -47,11 +47,11 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     JSONL is streamed; an array is read into memory. A file without rows raises at the end of the iteration.
     """
-    row = None
-    for row in _rows(Path(path)):
+    row, path = None, Path(path)
+    for row in _parquet_rows(path) if path.suffix.lower() == ".parquet" else _rows(path):
         yield row
     if row is None:
-        raise empty_file(Path(path), FILE_SHAPES)
+        raise empty_file(path, FILE_SHAPES)
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
@@ -67,7 +67,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
                 # Files from Windows may start with a byte-order mark.
                 yield line_number, line.decode("utf-8-sig" if line_number == 1 else "utf-8")
     except FileNotFoundError as error:
-        raise DataError(f"no file at {path}", hint="pass the path of an existing file") from error
+        raise no_file(path) from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place(path, line_number)}: not UTF-8 text: byte 0x{error.object[error.start]:02x} at column "
@@ -81,6 +81,10 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}", hint="pass the path of a file") from error
+
+
+def no_file(path: Path) -> DataError:
+    return DataError(f"no file at {path}", hint="pass the path of an existing file")
 
 
 def empty_file(path: Path, allowed: str) -> DataError:
@@ -129,9 +133,26 @@ def describe(value: Any) -> str:
     if value is None:
         return "missing or null"
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    shown = json.dumps(value)
+    shown = json.dumps(value, default=str)
     kind = kinds.get(type(value), type(value).__name__)
     return f"{kind} ({shown})" if len(shown) <= 40 else kind
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a Parquet file, numbered from 1."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("pyarrow", "parquet", f"reading {path.name}") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from enumerate(rows, start=1)
+    except FileNotFoundError as error:
+        raise no_file(path) from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"cannot read {path} as Parquet: {error}", hint="download or copy the file again") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
