@@ -1,12 +1,15 @@
 """The captured engine on a GPU: equal in float32 to the reference decoder on a CPU, whatever shares the batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from harness.model_families import FAMILIES, family_target, sequential, trained_drafter, twin
-from peagle.checkpoint.native import load_drafter
+from peagle.checkpoint.card import DrafterCard, TargetIdentity
+from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.checkpoint.replacement import read_drafter_files
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -173,3 +176,39 @@ def test_closing_an_engine_gives_its_memory_back() -> None:
             llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
         held.append(torch.cuda.memory_allocated())
     assert max(held) - held[0] < 2**20
+
+
+def test_captured_steps_draft_with_the_weights_that_were_swapped_in(tmp_path: Path) -> None:
+    target = family_target("llama", seed=3)
+    greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
+    expected = answers(target, None, 0, greedy)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    good, bad = (trained_drafter(target, texts, num_steps=num_steps) for num_steps in (80, 1))
+    for name, drafter in (("good", good), ("bad", bad)):
+        config = drafter.config
+        card = DrafterCard(TargetIdentity.of(target), config.method, config.num_draft_tokens, 64, config.aux_layer_ids)
+        save_drafter(drafter, tmp_path / name, card, full=False, dtype=torch.float32)
+    target.model.to("cuda")
+
+    def accepted(llm: LLM) -> int:
+        before = llm.engine.stats().acceptance.num_accepted
+        outputs = llm.generate(PROMPTS, greedy)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        return llm.engine.stats().acceptance.num_accepted - before
+
+    usual = {}
+    for name in ("good", "bad"):
+        with LLM(target, tmp_path / name, 4, num_pages=160, verify_tokens=0, reuse_prefixes=False, **SMALL) as llm:
+            usual[name] = accepted(llm)
+            for other in ("good", "bad"):
+                llm.engine.swap_drafter(read_drafter_files(tmp_path / other))
+                assert accepted(llm) == pytest.approx(usual.setdefault(other, accepted(llm)), rel=0.02, abs=2)
+            for prompt, own in zip(PROMPTS, greedy, strict=True):
+                llm.engine.add(prompt, own)
+            found = []
+            for step in range(200):
+                if step == 4:
+                    llm.engine.swap_drafter(read_drafter_files(tmp_path / "good"))
+                found += llm.engine.step()
+            assert sorted(list(output.outputs[0].token_ids) for output in found) == sorted(expected)
+    assert usual["good"] > 2 * usual["bad"]

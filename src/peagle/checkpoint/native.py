@@ -154,17 +154,17 @@ def load_drafter(path: Path | str | None, target: "HFTarget", *, allow_mismatch:
     directory = drafter_directory(path, target)
     card = read_card(directory)
     if card is not None:
-        _check_card(card, target, directory, allow_mismatch)
+        check_card(card, target, directory, allow_mismatch)
     tensors = read_tensors(directory)
     repairs: list[str] = []
     config = read_config(directory / CONFIG_NAME, tensors, target, card, repairs)
     config = _with_advice(config, target, directory)
     check_fit(config, target, directory)
     if card is not None:
-        _check_agreement(card, config, directory)
+        check_agreement(card, config, directory)
     with errors_in(directory / CONFIG_NAME):
         drafter = Drafter(config, target.embedding_VD, target.head_VD)
-    _fill(drafter, tensors, target, directory, repairs)
+    drafter.load_state_dict(checked_state(drafter, tensors, target, directory, repairs))
     drafter.pair_head = read_pair_head(directory, config)
     for repair in repairs:
         log.warning("%s: %s", directory, repair)
@@ -221,7 +221,7 @@ def _with_advice(config: DrafterConfig, target: "HFTarget", directory: Path) -> 
     )
 
 
-def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mismatch: bool) -> None:
+def check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mismatch: bool) -> None:
     found = differences(card, target)
     if not found:
         return
@@ -235,7 +235,7 @@ def _check_card(card: DrafterCard, target: "HFTarget", directory: Path, allow_mi
     log.warning("%s", message + "; ".join(found))
 
 
-def _check_agreement(card: DrafterCard, config: DrafterConfig, directory: Path) -> None:
+def check_agreement(card: DrafterCard, config: DrafterConfig, directory: Path) -> None:
     """Refuse a card that belongs to another drafter than config.json and the weights."""
     for name, on_card, in_config in (
         ("aux_layer_ids", list(card.aux_layer_ids), list(config.aux_layer_ids)),
@@ -257,10 +257,10 @@ def check_fit(config: DrafterConfig, target: "HFTarget", directory: Path) -> Non
     check_sizes(directory, target.name, sizes, config.aux_layer_ids, target.num_layers)
 
 
-def _fill(
-    drafter: Drafter, tensors: dict[str, Tensor], target: "HFTarget", directory: Path, repairs: list[str]
-) -> None:
-    """Copy `tensors` into the drafter. Missing, unknown, misshapen and non-finite tensors are refused by name.
+def checked_state(
+    drafter: Drafter, tensors: Mapping[str, Tensor], target: "HFTarget", directory: Path, repairs: list[str]
+) -> dict[str, Tensor]:
+    """The state of the drafter in `tensors`. Missing, unknown, misshapen and non-finite tensors are refused by name.
 
     Tensors that are read in another sense than engines read them are added to `repairs`.
     """
@@ -282,7 +282,7 @@ def _fill(
             raise CheckpointError(
                 f"{path}: tensor {name!r} holds NaN or infinite values", hint="copy or train it again"
             )
-    drafter.load_state_dict(state)
+    return state
 
 
 def state_of(config: DrafterConfig, tensors: Mapping[str, Tensor], target: "HFTarget") -> dict[str, Tensor]:

@@ -16,8 +16,11 @@ import queue
 import threading
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from peagle.checkpoint.card import DrafterCard
+from peagle.checkpoint.replacement import read_drafter_files
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import EngineStats, Update
 from peagle.errors import EngineDeadError
@@ -120,6 +123,11 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """A copy of the counters, taken between two steps."""
         return await self._ask(self._engine.stats)
+
+    async def swap_drafter(self, directory: Path) -> DrafterCard:
+        """Serve the weights of another drafter directory. A thread reads it; `Engine.swap_drafter` has the rest."""
+        files = await asyncio.to_thread(read_drafter_files, directory)
+        return await self._ask(lambda: self._engine.swap_drafter(files))
 
     async def close(self) -> None:
         """Stop the thread after the current step and close the engine. Open streams raise EngineDeadError."""

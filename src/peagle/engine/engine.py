@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from peagle.checkpoint.card import DrafterCard
+from peagle.checkpoint.replacement import DrafterFiles, replacement_for
 from peagle.decoding.acceptance import Acceptance, per_position
 from peagle.decoding.adjusting import check_token_ids
 from peagle.decoding.draft_tree import check_tree
@@ -21,7 +23,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.checks import TrainedLength, as_ids, check_drafts, check_max_length, check_types
 from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
 from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
-from peagle.errors import CapacityError, EngineDeadError, QueueFullError, RequestError
+from peagle.errors import CapacityError, ConfigError, EngineDeadError, QueueFullError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import CPU_MAX_BATCH, GPU_MAX_BATCH, GPU_MAX_DELAY, MAX_CHUNKS, EngineConfig
 from peagle.scheduling.pages import PagePool
@@ -93,6 +95,20 @@ class Engine:
             self.abort(request_id)
         self._launches.clear()
         self.runner.close()
+
+    def swap_drafter(self, files: DrafterFiles) -> DrafterCard:
+        """Serve other weights of the same drafter from the next step on. Call it between two steps.
+
+        Requests go on: their answers do not change, because the target decides every token. A directory that does not
+        fit raises, and nothing has changed.
+        """
+        if self.drafter is None:
+            raise ConfigError("there is no drafter to replace", hint="start with --drafter")
+        new = replacement_for(self.drafter, self.target, files)
+        new.config.check_num_draft_tokens(self.num_draft_tokens)
+        self.runner.replace_drafter(new)
+        self._trained_length = TrainedLength(self.drafter)
+        return new.card
 
     @property
     def has_work(self) -> bool:

@@ -151,7 +151,7 @@ class PackedLinear(nn.Linear):
     """An nn.Linear with a packed copy of its weight, for inference only.
 
     The copy is neither a parameter nor a buffer, so the state dict is that of nn.Linear. It does not follow changes of
-    the weight: call `unpack_linears` first.
+    the weight: call `repack` afterwards.
     """
 
     def __init__(self, linear: nn.Linear, kernel: LinearKernel, min_rows: int = 1, max_rows: int | None = None) -> None:
@@ -160,8 +160,12 @@ class PackedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.kernel, self.min_rows, self.max_rows = kernel, min_rows, max_rows
         self.train(linear.training)
-        with torch.no_grad():
-            self._packed = kernel.pack(linear.weight.detach())
+        self.repack()
+
+    @torch.no_grad()
+    def repack(self) -> None:
+        """Pack the weight as it is now."""
+        self._packed = self.kernel.pack(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features

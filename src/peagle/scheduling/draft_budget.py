@@ -93,6 +93,10 @@ class DraftBudget:
 
     def __init__(self, seconds: Callable[[int], Mapping[int, float]]) -> None:
         self._seconds = seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was observed, because the drafter changed."""
         self._average: DraftCurve | None = None
         """of one request's drafts"""
         self._num_observed = self._num_plain = 0

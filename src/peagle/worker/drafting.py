@@ -73,15 +73,23 @@ class Drafting:
         self.page_size, self.max_position = memory.page_size, max_position
         self.needs_confidence = needs_confidence
         self.width = drafter.num_candidates if state.is_tree else 1
-        with torch.no_grad():
-            mask_hidden = drafter.mask_hidden if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
-            self.fused_mask_D = drafter.fuse(mask_hidden) if drafter.config.parallel else mask_hidden
+        self.fused_mask_D = self._fuse_mask()
         self._run_fuse = compile(drafter.fuse)
         self._run_accepted_slots = compile(self._accepted_slots)
         self._run_decode_slots = compile(self._decode_slots)
         self._run_prompt_slots = compile(self._prompt_slots)
         self._run_choose = compile(self._choose)
         self._run_store = compile(self._store)
+
+    @torch.no_grad()
+    def _fuse_mask(self) -> Tensor:
+        """The input of the mask slots, which does not depend on the text; empty for EAGLE-3."""
+        drafter = self.drafter
+        return drafter.fuse(drafter.mask_hidden) if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
+
+    def renew(self) -> None:
+        """Compute again what depends on the weights, after they changed. In place: captured graphs read it there."""
+        self.fused_mask_D.copy_(self._fuse_mask())
 
     @property
     def num_depths(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from peagle.drafter.model import Drafter
 from peagle.kernels.joined_linear import join_linears, joined_groups, part_linears
-from peagle.kernels.linear import pack_linears, unpack_linears
+from peagle.kernels.linear import PackedLinear, pack_linears, unpack_linears
 from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
 from peagle.targets.fusing import fuse
 from peagle.targets.hf import HFTarget
@@ -77,6 +77,14 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
         undo()
         raise
     return undo
+
+
+def repack(drafter: Drafter) -> None:
+    """Pack the drafter's weights again, after they changed in place. On a GPU nothing is packed."""
+    packed = [*drafter.modules(), *(group.packed for group in joined_groups(drafter))]
+    for module in packed:
+        if isinstance(module, PackedLinear):
+            module.repack()
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

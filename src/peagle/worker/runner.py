@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from peagle.checkpoint.replacement import Replacement
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
@@ -33,7 +34,7 @@ from peagle.worker.drafting import Drafting
 from peagle.worker.graphs import CaptureCost, CaptureError, compile_once
 from peagle.worker.kv_cache import make_kv_cache
 from peagle.worker.launch import Launch, Pass
-from peagle.worker.linear_layers import join_models, pack_models
+from peagle.worker.linear_layers import join_models, pack_models, repack
 from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
 from peagle.worker.prefill import Prefill
 from peagle.worker.row_state import HostRows, RowState
@@ -126,6 +127,24 @@ class Runner:
             torch.cuda.synchronize(self.device)
             gc.collect()  # graphs and compiled functions form reference cycles that hold pages
             torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def replace_drafter(self, new: Replacement) -> None:
+        """Copy other weights into the drafter, between two launches.
+
+        Copying in place keeps the captured graphs valid. Entries of the old drafter stay in the KV cache: they may cost
+        the running requests some acceptance, but the target still decides every token.
+        """
+        drafter, drafting = self.drafter, self.step.drafting
+        assert drafter is not None and drafting is not None, "checked by the engine"
+        drafter.without_pair_head().load_state_dict(new.state)
+        if drafter.pair_head is not None and new.pair_head is not None:
+            drafter.pair_head.load_state_dict(new.pair_head.state_dict())
+        drafter.card = new.card
+        repack(drafter)
+        drafting.renew()
+        if self.budget is not None:
+            self.budget.reset()
 
     def recover(self) -> None:
         """After an interrupt: wait for the device, and upload everything again."""
