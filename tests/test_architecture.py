@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "cli": 13,
     "console": 12,
+    "adaptation": 12,
     "sagemaker": 12,
     "report": 12,
     "training": 11,

@@ -48,7 +48,7 @@ FLAGS = {
     "serve": (
         "--engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
         f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python "
-        "--record --record-text --record-mb"
+        "--record --record-text --record-mb --swap-from"
     ),
     "report": "--output",
     "top": f"--interval --window --once --json {API_KEY}",

@@ -16,7 +16,7 @@ from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.engine.llm import LLM
 from peagle.responses.route import RESPONSES_ROUTE
 from peagle.sagemaker.serving import SAGEMAKER_ROUTES
-from peagle.server.app import create_app
+from peagle.server.app import ExtraRoute, create_app
 from peagle.server.auth import ApiKeys
 from peagle.server.lifecycle import Lifecycle, Server, bind
 from peagle.server.service import Service
@@ -90,12 +90,17 @@ def tiny_llm(**settings: Any) -> LLM:
 
 @contextlib.contextmanager
 def running(
-    load: Callable[[], LLM] = tiny_llm, keys: tuple[str, ...] = (), *, wait: bool = True, **settings: Any
+    load: Callable[[], LLM] = tiny_llm,
+    keys: tuple[str, ...] = (),
+    *,
+    wait: bool = True,
+    routes: tuple[ExtraRoute, ...] = (),
+    **settings: Any,
 ) -> Iterator[Running]:
     own = ServerSettings(port=0, **settings)
     listener = bind(own)
     lifecycle = Lifecycle(own, load, lambda llm: Service(llm, own))
-    server = Server(create_app(own, ApiKeys(keys), lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE)), lifecycle)
+    server = Server(create_app(own, ApiKeys(keys), lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE, *routes)), lifecycle)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread.start()

@@ -61,6 +61,9 @@ class Arguments(ModelArguments):
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = DEFAULT_ENGINE
     recording: RecordOptions = field(default_factory=RecordOptions)
+    swap_from: Path | None = None
+    """directory of drafters that may take the place of the served one while the server runs (`peagle adapt --swap`,
+    POST /v1/drafter); default: none may"""
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -137,6 +140,7 @@ def listen(settings: ServerSettings, keys: "ApiKeys") -> "socket.socket":
 
 
 def serve_native(arguments: Arguments, keys: "ApiKeys", asked: Speculation) -> int:
+    from peagle.adaptation.swap_route import swap_route
     from peagle.responses.route import RESPONSES_ROUTE
     from peagle.sagemaker.serving import SAGEMAKER_ROUTES
     from peagle.server.app import create_app
@@ -146,13 +150,16 @@ def serve_native(arguments: Arguments, keys: "ApiKeys", asked: Speculation) -> i
     settings, drafter = arguments.settings, arguments.drafter.drafter
     find = arguments.drafter.target_for if arguments.num_draft_tokens == 0 else arguments.drafter.pair
     arguments = replace(arguments, target=find(arguments.target))
+    extra_routes = [*SAGEMAKER_ROUTES, RESPONSES_ROUTE]
+    if arguments.swap_from is not None:
+        extra_routes.append(swap_route(arguments.swap_from))
     listener = listen(settings, keys)
     lifecycle: Lifecycle[Service] = Lifecycle(
         settings,
         lambda: load(arguments, asked),
         lambda llm: Service(llm, settings, Path(drafter).name if drafter else None),
     )
-    return serve(create_app(settings, keys, lifecycle, (*SAGEMAKER_ROUTES, RESPONSES_ROUTE)), lifecycle, listener)
+    return serve(create_app(settings, keys, lifecycle, extra_routes), lifecycle, listener)
 
 
 def load(arguments: Arguments, asked: Speculation) -> "LLM":
@@ -217,6 +224,8 @@ def check_settings(arguments: Arguments, vllm: Installed) -> None:
     """Refuse options of our own engine that vLLM does not have."""
     if arguments.recording.record is not None:
         raise ConfigError("--record is for our own engine, but this is vLLM", hint="drop --record or --engine vllm")
+    if arguments.swap_from is not None:
+        raise ConfigError("--swap-from is for our own engine, but this is vLLM", hint="drop --swap-from")
     device = arguments.target.device
     if device not in ("auto", "cpu" if vllm.is_cpu else "cuda"):
         kind = "CPUs" if vllm.is_cpu else "GPUs"
