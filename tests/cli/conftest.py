@@ -12,10 +12,10 @@ from harness.tiny_models import tiny_target, write_drafter, write_target
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories `target`, its `drafter` (at most 4 draft tokens), and `stranger`, a target of the same sizes."""
     root = tmp_path_factory.mktemp("models")
-    target = tiny_target()
+    target = tiny_target(num_layers=3, seed=3)  # some drafts are accepted
     write_target(target, root / "target")
     write_drafter(target, root / "drafter")
-    write_target(tiny_target(seed=7), root / "stranger")
+    write_target(tiny_target(num_layers=3, seed=7), root / "stranger")
     return root
 
 

@@ -214,7 +214,7 @@ CASES = {
     f"{EVAL} --limit 0": "limit must be at least 1, got 0",
     f"{EVAL} --max-tokens 0": "max_tokens must be at least 1, got 0",
     f"{TRAIN} --data rows.jsonl --num-steps 0": "num_steps must be at least 1, got 0",
-    f"{TRAIN} --data rows.jsonl --num-layers 9": "num_layers 9 exceeds the target's 8",
+    f"{TRAIN} --data rows.jsonl --num-layers 9": "num_layers 9 exceeds the target's 3",
     f"{TRAIN} --data rows.jsonl --recipe deep-layer.toml": "99",
     f"{TRAIN} --data rows.jsonl --recipe large-id.toml": "999",
     f"{DOCTOR} --device abacus": "unknown device 'abacus'",

@@ -17,7 +17,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def bench(peagle, on_models, prompts):
     def call(*argv):
-        result = peagle("bench", "--prompts", prompts, "--max-tokens", 8, "--concurrency", "1,2", *on_models, *argv)
+        result = peagle("bench", "--prompts", prompts, "--max-tokens", 4, "--concurrency", "1,2", *on_models, *argv)
         assert result.status == 0, result.err
         return result
 

@@ -31,7 +31,7 @@ def test_a_drafter_that_fits_is_described(peagle, models, on_models):
     drafter = result.json["drafter"]
     assert drafter["fits_the_target"] == "yes" and drafter["method"] == "p-eagle"
     assert drafter["num_layers"] == 2 and drafter["most_draft_tokens"] == 4
-    assert result.json["target"]["num_layers"] == 8
+    assert result.json["target"]["num_layers"] == 3
     by_flag = peagle("doctor", "--json", *on_models).json
     assert by_flag["drafter"] == drafter
 

@@ -15,7 +15,7 @@ from peagle.engine.outputs import Update
 from peagle.targets.load import load_target
 
 PROMPT = "Tell the user."
-LENGTH = 24
+LENGTH = 12
 
 
 @pytest.fixture
@@ -77,14 +77,15 @@ def test_each_engine_is_closed_and_warm_before_it_is_timed(generate, monkeypatch
 
     monkeypatch.setattr(Engine, "add", spy_add)
     monkeypatch.setattr(Engine, "close", lambda self: (events.append("closed"), close(self)))
-    generate("--compare", "--num-draft-tokens", 2)
+    length = WARMUP_TOKENS + 4
+    generate("--compare", "--num-draft-tokens", 2, "--max-tokens", length)
     prompt = events[1][2]
     assert events == [
         (0, WARMUP_TOKENS, prompt[::-1]),
-        (0, LENGTH, prompt),
+        (0, length, prompt),
         "closed",
         (2, WARMUP_TOKENS, prompt[::-1]),
-        (2, LENGTH, prompt),
+        (2, length, prompt),
         "closed",
     ]
     events.clear()

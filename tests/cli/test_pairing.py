@@ -22,9 +22,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target` and `other` (the same tokenizer, another width and depth); the target's `drafter`, written from its
     directory, and the same in vLLM's layout, `full`."""
     root = tmp_path_factory.mktemp("pair")
-    write_target(tiny_target(), root / "target")
+    write_target(tiny_target(num_layers=3, seed=3), root / "target")
     write_target(tiny_target(num_layers=2, hidden_size=32, seed=3), root / "other")
-    write_target(tiny_target(seed=7), root / "stranger")
+    write_target(tiny_target(num_layers=3, seed=7), root / "stranger")
     write_drafter(load_target(root / "target", dtype="float32"), root / "drafter")
     (root / "prompts.jsonl").write_text(PROMPT * 2)
     return root

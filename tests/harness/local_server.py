@@ -78,14 +78,14 @@ class Running:
 
 def tiny_llm(**settings: Any) -> LLM:
     template = settings.pop("chat_template", None)
-    target = tiny_target(**settings.pop("target", {}))
+    target = tiny_target(**{"num_layers": 3} | settings.pop("target", {}))
     if template is not None:
         target.tokenizer.chat_template = template
     with_drafter = settings.pop("with_drafter", True)
     settings = {"max_batch": 8, "max_length": 256, "page_size": 16} | settings
     if not with_drafter:
         return LLM(target, None, **settings)
-    return LLM(target, tiny_drafter(target), 4, **{"verify_tokens": 0} | settings)
+    return LLM(target, tiny_drafter(target, num_layers=1), 4, **{"verify_tokens": 0} | settings)
 
 
 @contextlib.contextmanager

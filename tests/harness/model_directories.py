@@ -11,10 +11,10 @@ from peagle.checkpoint.native import save_drafter
 
 def write_models(root: Path) -> Path:
     """Directories `target` and, in the compact form, `drafter`."""
-    target = tiny_target()
+    target = tiny_target(num_layers=3)
     target.model.save_pretrained(root / "target")
     target.tokenizer.save_pretrained(root / "target")
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, num_layers=1)
     config = drafter.config
     card = DrafterCard(
         TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids

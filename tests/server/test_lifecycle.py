@@ -27,7 +27,7 @@ from peagle.server.settings import ServerSettings
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A directory with a tiny target."""
-    return write_target(tiny_target(), tmp_path_factory.mktemp("target"))
+    return write_target(tiny_target(num_layers=3), tmp_path_factory.mktemp("target"))
 
 
 BODY = {"prompt": "the", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
