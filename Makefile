@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-install check format docs wheel parity clean
+.PHONY: help setup demo test test-slow test-all test-install check format docs cards wheel parity clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,10 @@ docs: $(BIN)/mkdocs  ## build the site into site/; a broken link is an error
 $(BIN)/mkdocs: $(STAMP)
 	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
+
+cards: $(STAMP)  ## write the model cards of the shipped drafters again, after they were trained again
+	for card in src/peagle/assets/*/drafter_card.json; do \
+		$(BIN)/peagle publish $$(dirname $$card) --card-only || exit 1; done
 
 wheel: $(STAMP)  ## build the wheel into dist/
 	rm -rf build dist

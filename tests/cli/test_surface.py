@@ -68,6 +68,7 @@ FLAGS = {
         f"--no-checkpoint-activations --parallel {TARGET}"
     ),
     "export": f"--output --to {TARGET} {DRAFTER}",
+    "publish": f"--repo --output --card-only --license --base-model --private --update {TARGET}",
     "deploy vllm": (
         "--output --show --num-draft-tokens --max-length --served-model-name "
         f"--vllm-version --image --name --port {PARALLEL} {DRAFTER}"
@@ -93,6 +94,7 @@ ARGUMENTS = {
     "top": "[URL]",
     "data inspect": "DATA",
     "export": "[DRAFTER]",
+    "publish": "DIR",
     "deploy vllm": "[TARGET]",
     "deploy sagemaker": "NAME",
     "deploy sagemaker update": "NAME",

@@ -31,6 +31,7 @@ GROUPS = {
     },
     "ship": {
         "export": "convert a drafter to the layout of vLLM or speculators",
+        "publish": "publish a drafter on the Hugging Face Hub, with a model card",
         "deploy": "deploy to vLLM on any number of GPUs, or to a SageMaker endpoint",
     },
 }
