@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, serve, start
-from harness.model_families import family_target, trained_drafter
+from harness.engine_runs import NUM_DRAFT_TOKENS, PROMPTS, answer, drafting, practised_drafter, serve, start
+from harness.model_families import family_target
 from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.grammar import make_guide
 from peagle.decoding.reference import decode
@@ -21,7 +21,6 @@ from peagle.errors import MissingExtraError, RequestError, TargetError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
-PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
 SETTINGS = [{"page_size": 4}, pytest.param({"max_batch": 1, "max_length": 110}, marks=pytest.mark.slow), TIGHT]
 SCHEMA = {
@@ -80,11 +79,9 @@ def expected(target: HFTarget) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: HFTarget) -> Drafter:
+def drafter() -> Drafter:
     """Knows the free answers only: what a grammar prescribes is news to it."""
-    free = SamplingParams(max_tokens=24, ignore_eos=True)
-    texts = [[*prompt, *reference(target, prompt, free)] for prompt in PROMPTS]
-    return trained_drafter(target, texts, num_steps=120)
+    return practised_drafter()
 
 
 def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_drafts(

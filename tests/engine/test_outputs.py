@@ -8,7 +8,9 @@ from itertools import islice
 
 import pytest
 
-from harness.model_families import family_target, trained_drafter
+from harness.engine_runs import PROMPTS as MORE_PROMPTS
+from harness.engine_runs import practised_drafter
+from harness.model_families import family_target
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -21,7 +23,7 @@ from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 
 NUM_DRAFT_TOKENS = 4
-PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(12)]
+PROMPTS = MORE_PROMPTS[:12]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
@@ -31,9 +33,8 @@ def target() -> HFTarget:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: HFTarget) -> Drafter:
-    texts = [[*prompt, *(t for step in decode(target, prompt, PARAMS) for t in step.token_ids)] for prompt in PROMPTS]
-    return trained_drafter(target, texts, num_steps=120)
+def drafter() -> Drafter:
+    return practised_drafter()
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from harness.model_families import family_target, trained_drafter
+from harness.engine_runs import PROMPTS, practised_drafter
+from harness.model_families import family_target
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -31,7 +32,6 @@ from peagle.worker import captured_steps
 from peagle.worker.graphs import CaptureError
 
 NUM_DRAFT_TOKENS = 4
-PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(20)]
 SMALL = {"max_batch": 6, "max_length": 100, "prefill_tokens": 32, "page_size": 4, "num_pages": 70}
 
 
@@ -60,9 +60,8 @@ def target() -> HFTarget:
 
 
 @pytest.fixture(scope="module")
-def drafter(target: HFTarget) -> Drafter:
-    texts = [[*prompt, *answer(target, index)] for index, prompt in enumerate(PROMPTS)]
-    return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=80)
+def drafter() -> Drafter:
+    return practised_drafter()
 
 
 @pytest.fixture(params=[0, NUM_DRAFT_TOKENS])
