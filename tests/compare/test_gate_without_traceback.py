@@ -1,6 +1,7 @@
 """The gate says FAIL, with a cause, where files or numbers are so broken that computing with them would raise."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,20 @@ def target() -> HFTarget:
     return tiny_target()
 
 
-@pytest.fixture
-def drafter(target: HFTarget, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter in vLLM's form, with evidence."""
     made = tiny_drafter(target, draft_vocab_size=96)
     card = dataclasses.replace(card_of(made, target), evidence=record(target, made))
-    save_drafter(made, tmp_path / "drafter", card, full=True, dtype=torch.float32)
-    return tmp_path / "drafter"
+    directory = tmp_path_factory.mktemp("whole") / "drafter"
+    save_drafter(made, directory, card, full=True, dtype=torch.float32)
+    return directory
+
+
+@pytest.fixture
+def drafter(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be broken."""
+    return shutil.copytree(whole, tmp_path / "drafter")
 
 
 def failure(directory: Path, target: HFTarget, engine: str) -> Check:

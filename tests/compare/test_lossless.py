@@ -24,7 +24,7 @@ def test_tail_of_chi_square_is_that_of_the_tables(statistic, degrees, expected):
 
 
 def test_probabilities_of_openings_are_products_of_the_targets_own():
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     probs = opening_probs(target, PROMPT, temperature=0.7)
     opening = max((each for each in probs if len(each) == LENGTH), key=lambda each: probs[each])
     product, text = 1.0, list(PROMPT)
@@ -61,7 +61,7 @@ def test_what_cannot_happen_fails_whatever_the_statistic():
 
 
 def test_draws_of_the_target_fit_and_those_at_another_temperature_do_not():
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     probs = opening_probs(target, PROMPT, temperature=0.35)
     drawn = {temperature: draws(target, temperature, 60) for temperature in (0.35, 0.9)}
     assert fit(drawn[0.35], probs).p_value > 1e-3
@@ -77,7 +77,7 @@ def draws(target, temperature, count):
 
 
 def test_in_bfloat16_differences_are_forgiven_at_near_ties_only(monkeypatch):
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     target.model.to(torch.bfloat16)
     drafter = tiny_drafter(target).to(torch.bfloat16)
     settings = Settings(num_draft_tokens=4, max_tokens=6, num_seeds=1, num_samples=50, num_sampled_prompts=1)
@@ -107,7 +107,7 @@ def tokens_by_logit(target) -> tuple[torch.Tensor, list[int]]:
 
 
 def test_a_tie_is_judged_by_the_tokens_that_were_emitted():
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     logits_V, (best, second, *_, worst) = tokens_by_logit(target)
     limit = float(logits_V[best] - logits_V[second]) + 1e-3
     for one, other in ((best, second), (second, best)):
@@ -120,7 +120,7 @@ def test_a_tie_is_judged_by_the_tokens_that_were_emitted():
 
 
 def test_an_answer_that_ends_before_the_other_is_never_a_tie():
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     _, (best, *_) = tokens_by_logit(target)
     for ours, theirs in (((), (best,)), ((best,), ())):
         compared = _compare_greedy(target, "x", [PROMPT], [ours], [theirs], 100.0)

@@ -25,7 +25,7 @@ PROMPTS = [[5, 6, 7], list(range(20, 60)), [100], [9] * 30, [3, 200, 41, 17, 88,
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    return tiny_target()
+    return tiny_target(num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,19 @@ def generated(target: HFTarget, prompt: tuple[int, ...], max_tokens: int) -> lis
     return output[0, len(prompt) :].tolist()
 
 
+@functools.cache
+def unscripted(target: HFTarget, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """So many tokens of plain decoding, whatever they are."""
+    return tokens(decode(target, list(prompt), SamplingParams(max_tokens=num_tokens, ignore_eos=True)))
+
+
 def tokens(steps: Iterator[Step] | list[Step]) -> list[int]:
     return [token for step in steps for token in step.token_ids]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_plain_greedy_decoding_equals_transformers_generate(target: HFTarget, prompt: list[int]) -> None:
-    assert tokens(decode(target, prompt, SamplingParams(max_tokens=40))) == generated(target, tuple(prompt), 40)
+    assert tokens(decode(target, prompt, SamplingParams(max_tokens=24))) == generated(target, tuple(prompt), 24)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +78,9 @@ def test_greedy_decoding_with_drafts_equals_transformers_generate(
     chosen = drafter if method == "p-eagle" else sequential(drafter, target)
     for prompt in PROMPTS:
         steps = list(
-            decode(target, prompt, SamplingParams(max_tokens=40), drafter=chosen, num_draft_tokens=num_draft_tokens)
+            decode(target, prompt, SamplingParams(max_tokens=24), drafter=chosen, num_draft_tokens=num_draft_tokens)
         )
-        assert tokens(steps) == generated(target, tuple(prompt), 40)
+        assert tokens(steps) == generated(target, tuple(prompt), 24)
         assert all(len(step.draft_token_ids) == num_draft_tokens for step in steps[1:])
 
 
@@ -124,11 +130,10 @@ def _scripted_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scripted_drafters_hit_every_edge_of_acceptance(target: HFTarget, right_up_to: int) -> None:
     prompt = PROMPTS[1]
     params = SamplingParams(max_tokens=41, ignore_eos=True)
-    plain = tokens(decode(target, prompt, params))
-    longer = tokens(decode(target, prompt, replace(params, max_tokens=60)))
+    longer = unscripted(target, tuple(prompt), 60)
     drafter = ScriptedDrafter(prompt + longer, target.vocab_size, right_up_to)
     steps = list(decode(target, prompt, params, drafter=drafter, num_draft_tokens=4))
-    assert tokens(steps) == plain
+    assert tokens(steps) == longer[:41]
     assert {step.num_accepted for step in steps[1:]} == {right_up_to}
     assert len(steps) == 1 + 40 // (right_up_to + 1)
     assert {step.kinds[-1] for step in steps[1:]} == {"bonus" if right_up_to == 4 else "recovered"}
@@ -188,7 +193,7 @@ def test_sampled_answers_follow_the_targets_distribution() -> None:
 
 def test_an_end_token_inside_an_accepted_draft_cuts_the_answer_there(target: HFTarget) -> None:
     prompt = PROMPTS[1]
-    text = tokens(decode(target, prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
+    text = unscripted(target, tuple(prompt), 30)
     end = next(index for index, token in enumerate(text) if index >= 6 and text.index(token) == index)
     drafter = ScriptedDrafter(prompt + text + [0] * 9, target.vocab_size, 9)
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(text[end],))
@@ -201,7 +206,7 @@ def test_an_end_token_inside_an_accepted_draft_cuts_the_answer_there(target: HFT
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_max_tokens_inside_an_accepted_draft_cuts_exactly_there(target: HFTarget, max_tokens: int) -> None:
     prompt = PROMPTS[1]
-    text = tokens(decode(target, prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
+    text = unscripted(target, tuple(prompt), 30)
     drafter = ScriptedDrafter(prompt + text, target.vocab_size, 9)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     steps = list(decode(target, prompt, params, drafter=drafter, num_draft_tokens=5))

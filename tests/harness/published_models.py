@@ -280,13 +280,15 @@ def _randomize(name: str, tensor: Tensor) -> None:
         tensor.copy_(0.2 * noise)
 
 
-def published_drafter(target: HFTarget, texts: Sequence[Sequence[int]], num_draft_tokens: int) -> Drafter:
+def published_drafter(
+    target: HFTarget, texts: Sequence[Sequence[int]], num_draft_tokens: int, num_steps: int = 18
+) -> Drafter:
     """A drafter of the shape of Amazon's heads, right about some of `texts`."""
     return trained_drafter(
         target,
         texts,
         num_draft_tokens=num_draft_tokens,
-        num_steps=18,
+        num_steps=num_steps,
         num_layers=4,
         intermediate_size=96,
         num_heads=4,

@@ -78,7 +78,7 @@ def test_a_batch_without_labels_leaves_no_trace_but_weight_decay(target, tmp_pat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_target_in_half_precision_can_be_imitated_on_a_cpu_too(tmp_path, dtype):
-    target = tiny_target()
+    target = tiny_target(num_layers=2)
     target.model.to(dtype)
     config = settings(tmp_path, num_steps=3, log_every=1)
     trainer = new_trainer(target, config)
