@@ -100,6 +100,7 @@ def test_trees_of_the_shipped_drafter_change_no_token() -> None:
 
 @pytest.mark.parametrize("capture_adjusted", [False, True])
 def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_decoder(capture_adjusted: bool) -> None:
+    pytest.importorskip("llguidance")
     target = family_target("llama", seed=3)
     greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]

@@ -51,6 +51,26 @@ def test_passes_whose_size_nobody_chose_say_nothing_about_the_probabilities() ->
     assert budget.honesty == 1
 
 
+def test_drafts_are_free_while_the_device_waits_for_the_host() -> None:
+    """A step takes 1 s without drafts and 3 s with three of them. The host needs 3 s."""
+    budget = observed(DEAR, UNLIKELY)
+    assert budget.choose(1, 1, 1).num_tokens == 1
+    budget.observe_host(3.0, batch=2)
+    assert budget.choose(1, 1, 1).num_tokens == 1, "another batch size"
+    budget.observe_host(3.0, batch=1)
+    assert budget.choose(1, 1, 1).num_tokens == 4
+    for _ in range(100):
+        budget.observe_host(0.5, batch=1)
+    assert budget.choose(1, 1, 1).num_tokens == 1
+
+
+def test_a_single_slow_step_of_the_host_changes_little() -> None:
+    budget = observed(DEAR, UNLIKELY)
+    for seconds in (0.5, 500.0, 0.5):
+        budget.observe_host(seconds, batch=1)
+        assert budget.choose(1, 1, 1).num_tokens == 1
+
+
 def test_rows_that_pad_a_batch_emit_nothing() -> None:
     """Three requests in a graph of four: 3 tokens in a second, or 4.8 with drafts."""
     curve = DraftCurve((1,), (0.6,))

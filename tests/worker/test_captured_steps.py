@@ -248,3 +248,13 @@ def test_drafts_that_cost_nothing_are_all_verified(engine: Engine) -> None:
     serve(engine, range(4))
     stats = engine.stats()
     assert stats.num_draft_tokens == NUM_DRAFT_TOKENS * stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_the_budget_learns_how_long_the_host_works_on_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0).__getitem__)
+    engine.runner.budget = budget
+    observed: list[tuple[float, int]] = []
+    monkeypatch.setattr(budget, "observe_host", lambda seconds, batch: observed.append((seconds, batch)))
+    serve(engine, range(3))
+    assert observed and all(seconds > 0 and batch == 4 for seconds, batch in observed[:2]), "three requests run as four"

@@ -262,6 +262,7 @@ class Engine:
         """Launch the next step, process the results of the previous one, and return the requests that finished."""
         if any(request.is_running for request in self._guided):
             self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
+        started = time.perf_counter()
         plan = self.scheduler.plan(self._shared_tokens())
         if plan.is_empty:
             self._collect(depth=0)
@@ -269,7 +270,7 @@ class Engine:
             self._stats.num_steps += 1
             self._stats.num_prefill_tokens += plan.num_prompt_tokens
             self._stats.num_preemptions += len(plan.preempted)
-            self._launch(plan)
+            self._launch(plan, started)
         finished, self._finished = self._finished, []
         return finished
 
@@ -279,11 +280,16 @@ class Engine:
             return None
         return self.pace.num_tokens
 
-    def _launch(self, plan: Plan) -> None:
-        """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts."""
+    def _launch(self, plan: Plan, started: float) -> None:
+        """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts.
+
+        `started` is when the host began to work on this step.
+        """
         launch = self.runner.launch(plan)
         self._launches.append(launch)
-        self._collect(depth=1)
+        waited = self._collect(depth=1)
+        if not plan.chunks:
+            self.runner.observe_host(time.perf_counter() - started - waited, len(plan.decodes))
         self._process_first(launch)
         launch.finish()
         if self.pace is not None and plan.chunks:
@@ -301,8 +307,9 @@ class Engine:
         for emission in emissions:
             self._process(emission)
 
-    def _collect(self, depth: int) -> None:
-        """Process the results of all launches but the last `depth`."""
+    def _collect(self, depth: int) -> float:
+        """Process the results of all launches but the last `depth`; returns the seconds that it waited for them."""
+        waited = 0.0
         while len(self._launches) > depth:
             launch = self._launches.popleft()
             emissions = launch.collect()
@@ -310,6 +317,8 @@ class Engine:
             for emission in emissions:
                 self._process(emission)
             self._stats.device_seconds += launch.device_seconds() or 0.0
+            waited += launch.waited_seconds
+        return waited
 
     def check_integrity(self) -> None:
         """Raise if pages, rows and requests contradict each other. For tests: it checks every page."""

@@ -8,8 +8,10 @@ GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
 GPU_MAX_DELAY = 8
 """Steps that a new request waits, at most, to share its prefill pass with others."""
-VERIFY_SIZES = (64, 128, 192, 256, 320, 448, 640)
+VERIFY_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of the verification passes that the engine chooses from."""
+USEFUL_SIZE = 20
+"""Tokens per request, on average, beyond which a pass of several requests brings too little to have a graph."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
@@ -88,16 +90,17 @@ def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple
     The first is plain decoding. Others have room for at least one draft per request. With a `limit`, as in
     `EngineConfig.verify_tokens`, there is one of them.
 
-    >>> verify_sizes(1, 16), verify_sizes(8, 16), verify_sizes(64, 16)
-    ((1, 17), (8, 64, 136), (64, 128, 192, 256, 320, 448, 640))
+    >>> verify_sizes(1, 31), verify_sizes(8, 31), verify_sizes(256, 31)
+    ((1, 8, 16, 32), (8, 16, 32, 64, 128), (256, 512, 768, 1024))
     >>> verify_sizes(8, 0), verify_sizes(8, 16, limit=0), verify_sizes(64, 7, limit=320)
     ((8,), (8, 136), (64, 320))
     """
     most = batch * (num_drafts + 1)
     if limit is not None:
         return tuple(sorted({batch, min(most, max(limit, 2 * batch)) if limit else most}))
-    between = (size for size in VERIFY_SIZES if 2 * batch <= size <= 0.8 * most)
-    return tuple(sorted({batch, *between, min(most, max(2 * batch, VERIFY_SIZES[-1]))}))
+    useful = [size for size in VERIFY_SIZES if size <= max(VERIFY_SIZES[3], USEFUL_SIZE * batch)]
+    between = (size for size in useful if 2 * batch <= size <= 0.8 * most)
+    return tuple(sorted({batch, *between, min(most, max(2 * batch, useful[-1]))}))
 
 
 def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:

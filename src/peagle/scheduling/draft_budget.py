@@ -5,6 +5,9 @@ accepted if the likeliest ones are verified: the sum of their probabilities, cor
 lately. Measured step times say what a pass of that size costs. The best size has the most tokens per second; without
 drafts the drafter does not run at all.
 
+On a GPU the host prepares the next step while the device runs this one. Where the host needs longer, for large batches
+of small models, a step takes as long as the host: then drafts are free up to that time.
+
 On a GPU the host chooses before it has seen the drafts, so it takes their average. On a CPU it knows them. Then a pass
 verifies more drafts in steps where the drafter is sure, and fewer where it is not: a further draft must bring tokens
 faster than an average step does.
@@ -45,6 +48,8 @@ PRIOR = 8.0
 """drafts that are taken as accepted as expected before the first step"""
 WARM_UP = 256
 """drafts of requests to observe before drafting may stop"""
+HOST_WEIGHT = 0.1
+"""weight of the newest step in the host's time per step"""
 PROBE_EVERY = 64
 """while drafting does not pay, every 64th step verifies drafts, to see whether they pay now"""
 
@@ -93,6 +98,8 @@ class DraftBudget:
 
     def __init__(self, seconds: Callable[[int], Mapping[int, float]]) -> None:
         self._seconds = seconds
+        self._host_seconds: dict[int, float] = {}
+        """time per step that the host needs, by batch size"""
         self.reset()
 
     def reset(self) -> None:
@@ -120,12 +127,18 @@ class DraftBudget:
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
+    def observe_host(self, seconds: float, batch: int) -> None:
+        """Take the host's time for a decode step into account. A single slow step says little."""
+        before = self._host_seconds.setdefault(batch, seconds)
+        self._host_seconds[batch] = before + HOST_WEIGHT * (min(seconds, 2 * before) - before)
+
     def choose(self, batch: int, num_requests: int, num_drafting: int, drafts: DraftCurve | None = None) -> Choice:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
 
         `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known.
         """
-        seconds = self._seconds(batch)
+        host_seconds = self._host_seconds.get(batch, 0.0)
+        seconds = {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
         average = drafts if self._average is None else self._average.scaled(num_drafting)
         if average is None:
             return Choice(max(seconds), num_drafting)

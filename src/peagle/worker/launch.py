@@ -3,6 +3,7 @@
 Shapes: B requests of a pass, L tokens per request, E = L + 3, N rows of logits, V vocabulary, S scored prompt tokens.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -133,6 +134,8 @@ class Launch:
     """on a CPU: what is left to run after the first tokens"""
     prefill_seconds: float = 0.0
     """on a CPU: time of the prefill pass, once `finish` has run"""
+    waited_seconds: float = 0.0
+    """time that `collect` waited for the device"""
 
     def collect_first(self) -> list[Emission]:
         """Wait for the first tokens of the prompts and for `scores`, and return the tokens.
@@ -155,7 +158,9 @@ class Launch:
     def collect(self) -> list[Emission]:
         """Wait for the device, and return what the passes emitted, prefill first."""
         if self.done is not None:
+            started = time.perf_counter()
             self.done.synchronize()
+            self.waited_seconds = time.perf_counter() - started
         return [emission for each in self.passes for emission in each.emissions()]
 
     def device_seconds(self) -> float | None:

@@ -381,6 +381,11 @@ class Runner:
             if counts[-1]:
                 self.budget.observe(DraftCurve(counts, sums), made.choice.num_drafting)
 
+    def observe_host(self, seconds: float, num_requests: int) -> None:
+        """Let the budget learn how long the host worked on a decode step while the device ran the one before."""
+        if self.budget is not None and self.captured is not None:
+            self.budget.observe_host(seconds, self.captured.size(num_requests))
+
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""
         return self.adjustments if any(request.adjusts for request in requests) else None
