@@ -81,6 +81,7 @@ class StandIn:
             acceptance=drafts,
             num_cached_tokens=1,
             num_preemptions=2,
+            num_draft_tokens=2 * (self.pace - 1),
         )
         outputs, text = [SimpleNamespace(token_ids=request.tokens)], f"answer to {request.ids[0]}"
         return SimpleNamespace(
@@ -169,6 +170,7 @@ def test_latencies_follow_the_usual_definitions():
     assert report["num_requests"] == 4 and report["num_output_tokens"] == 28
     assert report["output_tokens_per_second"] == round(28 / 6, 2)
     assert report["acceptance_length"] == 3.0 and report["num_drafts"] == 8
+    assert report["num_verified_draft_tokens"] == 16, "2 drafts of 2 tokens in each of 4 requests"
     assert report["num_cached_tokens"] == 4 and report["num_preemptions"] == 8
 
 

@@ -166,7 +166,18 @@ def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
     assert second.metrics.num_cached_tokens > 0
     ask(first.outputs[0].token_ids[4])
     assert engine.has_work, "nobody knew that this step would be the last, so one more is under way"
+    captured = engine.runner.captured
+    assert captured is not None
+    sizes: list[int | None] = []
+    verify = captured.step.verify
+
+    def recorded(rows: torch.Tensor, adjustments: None = None, num_tokens: int | None = None) -> object:
+        sizes.append(num_tokens)
+        return verify(rows, adjustments, num_tokens)
+
+    monkeypatch.setattr(captured.step, "verify", recorded)
     assert engine.step_times(2) is not None
+    assert set(sizes) <= {max(captured.verify_sizes(2))}, "the pass of the step that it is a part of"
     third = ask()
     assert third.metrics.num_cached_tokens == 0
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == third.outputs[0].token_ids

@@ -134,6 +134,8 @@ class CellResult:
     steady_tokens_per_second: float | None = None
     """throughput while the batch was full; None if the engine does not count tokens"""
     acceptance: Acceptance | None = None
+    num_verified: int = 0
+    """draft tokens that were verified"""
     step: StepSplit | None = None
     memory_bytes: int | None = None
     num_cached_tokens: int = 0
@@ -176,6 +178,7 @@ class CellResult:
             "acceptance_length": None if acceptance is None else round(acceptance.acceptance_length, 4),
             "per_position": None if acceptance is None else [round(share, 4) for share in acceptance.per_position],
             "num_drafts": None if acceptance is None else acceptance.num_drafts,
+            "num_verified_draft_tokens": None if acceptance is None else self.num_verified,
             "step": None if self.step is None else self.step.report(),
             "memory_bytes": self.memory_bytes,
             "num_cached_tokens": self.num_cached_tokens,

@@ -177,6 +177,7 @@ def run_cell(
         seconds=loop.seconds,
         steady_tokens_per_second=loop.steady_tokens_per_second,
         acceptance=acceptance,
+        num_verified=sum(output.metrics.num_draft_tokens for _, _, output in loop.outputs),
         step=step,
         memory_bytes=peak_memory(device),
         num_cached_tokens=sum(output.metrics.num_cached_tokens for _, _, output in loop.outputs),

@@ -186,7 +186,9 @@ class CapturedSteps:
             self.forget_rows()
 
     def _verify_seconds(self, rows: Tensor, length: int) -> float:
-        return self._seconds(capture(lambda: self.step.verify(rows).result, torch.cuda.graph_pool_handle()), length)
+        num_tokens = max(self.verify_sizes(len(rows)))
+        verify = capture(lambda: self.step.verify(rows, None, num_tokens).result, torch.cuda.graph_pool_handle())
+        return self._seconds(verify, length)
 
     def _seconds(self, replay: Callable[[], Any], length: int, repeats: int = 30) -> float:
         # Each replay may accept all drafts, and a sequence must not outgrow its pages.
