@@ -67,6 +67,10 @@ FLAGS = {
         "--learning-rate --warmup-steps --seed --save-every --features --checkpoint-activations "
         f"--no-checkpoint-activations --parallel {TARGET}"
     ),
+    "adapt": (
+        "--data --output --old --minutes --old-share --num-held-out --num-old --learning-rate --seed --swap "
+        f"--json {API_KEY} {TARGET} {DRAFTER.replace(' --no-allow-mismatch', '')}"
+    ),
     "export": f"--output --to {TARGET} {DRAFTER}",
     "publish": f"--repo --output --card-only --license --base-model --private --update {TARGET}",
     "deploy vllm": (

@@ -28,6 +28,7 @@ GROUPS = {
     "train": {
         "data": "generate training data with the target, and inspect it",
         "train": "train a drafter for a target",
+        "adapt": "adapt a drafter to what is served, in minutes, and swap it into a running server",
     },
     "ship": {
         "export": "convert a drafter to the layout of vLLM or speculators",
@@ -53,7 +54,7 @@ PURPOSES = {
 }
 ABOUT = f"peagle {__version__}: P-EAGLE speculative decoding. Faster generation, identical output."
 COMPLETION = Path(__file__).parents[1] / "assets" / "completion.bash"
-RESUMABLE = ("data", "train")
+RESUMABLE = ("data", "train", "adapt")
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT

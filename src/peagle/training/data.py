@@ -18,10 +18,11 @@ from peagle.data.prompts import read_dialogs
 from peagle.data.regeneration import answer_dialogs
 from peagle.data.shard_writer import check_made_by
 from peagle.data.shards import HELD_OUT_NAME, check_target, is_shard_directory, open_shards, read_manifest
+from peagle.drafter.model import Drafter
 from peagle.errors import DataError
 from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
-from peagle.training.distributed import World
+from peagle.training.distributed import ALONE, World
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ def read_text(target: HFTarget, config: TrainConfig, world: World) -> RunText:
     """Read the data of `config`. The target first answers a prompt file, into OUTPUT/data, which can be resumed."""
     path = config.data
     if not path.is_dir() and not has_answers(path):
-        path = _answered(target, config, world)
+        asked = RegenerationConfig(max_length=config.max_length, max_answer_tokens=config.max_length, seed=config.seed)
+        path = answered(target, path, config.output / "data", asked, world=world)
     data = _read(path, target, config.max_length)
     # The target emits an answer's first token, so drafts begin with the second.
     if not any((row.loss_mask[1:-1] & row.loss_mask[2:]).any() for row in data):
@@ -84,21 +86,26 @@ def answer_counts(conversations: Sequence[Conversation], vocab_size: int) -> Ten
     return torch.from_numpy(trained_token_counts(conversations, vocab_size))
 
 
-def _answered(target: HFTarget, config: TrainConfig, world: World) -> Path:
-    """The shard directory with the answers to a prompt file."""
-    directory = config.output / "data"
-    asked = RegenerationConfig(max_length=config.max_length, max_answer_tokens=config.max_length, seed=config.seed)
-    settings = asked.described(config.data)
+def answered(
+    target: HFTarget,
+    path: Path,
+    directory: Path,
+    asked: RegenerationConfig,
+    drafter: Drafter | None = None,
+    world: World = ALONE,
+) -> Path:
+    """The shard directory with the target's answers to a prompt file; written now, resumed, or found complete."""
+    settings = asked.described(path)
     if is_shard_directory(directory) and read_manifest(directory)["is_complete"]:
         check_made_by(directory, "regenerate", TargetIdentity.of(target), settings)
         return directory
     if world.size > 1:
         raise DataError(
-            f"{config.data} holds prompts without answers",
-            hint=f"answer them first: peagle data regenerate --prompts {config.data} --output DIR",
+            f"{path} holds prompts without answers",
+            hint=f"answer them first: peagle data regenerate --prompts {path} --output DIR",
         )
-    log.info("%s holds prompts: the target answers them first, into %s", config.data, directory)
-    answer_dialogs(target, read_dialogs(config.data), directory, asked, settings)
+    log.info("%s holds prompts: the target answers them first, into %s", path, directory)
+    answer_dialogs(target, read_dialogs(path), directory, asked, settings, drafter=drafter)
     return directory
 
 

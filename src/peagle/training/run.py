@@ -3,7 +3,11 @@
 import dataclasses
 import hashlib
 import logging
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +57,14 @@ NUM_CHECKED = 8
 """Conversations used to check the written directory if none are held out."""
 
 
-def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Drafter:
+def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: RunText | None = None) -> Drafter:
     """Train a drafter for `target`, write it to `config.output` (compact form), and return it as served.
 
     Resumes an unfinished run of the same settings. Each save also writes the current drafter to run/drafter and
     replays its acceptance on the held-out conversations. At the end the written directory is loaded back and must
     replay to the same acceptance. With several processes (see `distributed.py`) all call this, and the main process
     writes. Settings and data are checked before anything is written, except the answers to a prompt file.
+    `text` takes the place of what `config.data` names.
     """
     world = World.current()
     world.check(config)
@@ -69,7 +74,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     if earlier is None:
         check_initial_drafter(target, config)
         earlier = None if config.from_drafter is None else earlier_facts(target, config.from_drafter)
-    text = read_text(target, config, world)
+    text = text or read_text(target, config, world)
     run = RunState(config, _inputs(target, text, earlier), world)
     if (config.output / WEIGHTS_NAME).exists() and not run.can_continue:
         raise ConfigError(f"{config.output} already holds a finished drafter", hint="pass a new --output")
@@ -113,6 +118,21 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep) -> Dra
     _check_written(target, config, checked, measured[0])
     run.finish()
     return served
+
+
+def seconds_per_step(target: HFTarget, config: TrainConfig, text: RunText, num_steps: int = 5) -> float:
+    """Time of a training step that continues a drafter, from the first steps of a run that is thrown away."""
+    ended: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="peagle-timing-") as scratch:
+        changes: dict[str, Any] = {"num_steps": num_steps, "log_every": 1, "save_every": num_steps}
+        config = dataclasses.replace(config, output=Path(scratch), **changes)
+        drafter = initial_drafter(target, config, None)
+        config = planned(target, drafter, config, World.current())
+        features_of = features_for(target, config, text.conversations, World.current())
+        trainer = Trainer(drafter, OBJECTIVES[config.method](drafter, config), features_of, config, RunState(config))
+        trainer.train(text.conversations, lambda *_: ended.append(time.perf_counter()))
+    later = [after - before for before, after in pairwise(ended)]  # the first step compiles
+    return statistics.median(later)
 
 
 def _inputs(target: HFTarget, text: RunText, earlier: Facts | None) -> Facts:
