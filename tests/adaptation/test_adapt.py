@@ -258,9 +258,9 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str,
 
 @pytest.mark.usefixtures("_small")
 def test_the_command_adapts_and_swaps_the_drafter_into_a_server(
-    peagle: Callable[..., Result], target: HFTarget, drafter: Path, traffic: Path, old: Path, tmp_path: Path
+    peagle: Callable[..., Result], short: HFTarget, drafter: Path, traffic: Path, old: Path, tmp_path: Path
 ) -> None:
-    write_target(target, tmp_path / "target")
+    write_target(short, tmp_path / "target")
     words = ["--data", str(traffic), "--old", str(old), "--output", str(tmp_path / "adapted"), "--minutes", "0.001"]
     words += ["--num-held-out", "3", "--learning-rate", "3e-3", "--old-share", "0.4"]
     words += ["--target", str(tmp_path / "target"), "--drafter", str(drafter), "--dtype", "float32"]
@@ -271,7 +271,7 @@ def test_the_command_adapts_and_swaps_the_drafter_into_a_server(
         assert f"{server.url} serves adapted in the place of p-eagle" in result.out
         assert server.service.drafter_name == "adapted"
         served: Drafter = server.service.engine._engine.drafter  # type: ignore[assignment]
-        assert torch.equal(served.fc.weight, load_drafter(tmp_path / "adapted", target).fc.weight)
+        assert torch.equal(served.fc.weight, load_drafter(tmp_path / "adapted", short).fc.weight)
     result = peagle("adapt", *words, "--swap", server.url)
     assert result.status == 2 and "cannot reach" in result.err and "rerun the command" in result.err
     result = peagle("adapt", *words, "--json")

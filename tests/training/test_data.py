@@ -81,7 +81,7 @@ def asked(monkeypatch):
     """Replaces the engine: writes four rows, and keeps the settings of each call."""
     found = []
 
-    def answer(target, dialogs, directory, config, settings):
+    def answer(target, dialogs, directory, config, settings, **_):
         found.append(config)
         with ShardWriter(directory, "regenerate", TargetIdentity.of(target), settings) as writer:
             writer.append([Row(key, np.arange(3, 30, dtype=np.int32), ((5, 27),), 0.0) for key in range(4)])

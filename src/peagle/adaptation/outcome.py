@@ -17,7 +17,6 @@ from typing import Any
 
 from peagle.adaptation.config import MOST_LOSS
 from peagle.config import from_mapping
-from peagle.data.shards import write_whole
 from peagle.errors import ConfigError
 
 OUTCOME_NAME = "adaptation.json"
@@ -45,9 +44,8 @@ class Outcome:
     """of the whole run, or of its last part if it was resumed"""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, directory: Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        write_whole(directory / OUTCOME_NAME, text.encode())
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
 def judge(before: Measured, after: Measured) -> tuple[bool, str]:

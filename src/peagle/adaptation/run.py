@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from peagle.adaptation.config import AdaptSettings
-from peagle.adaptation.outcome import Measured, Outcome, judge, read_outcome
+from peagle.adaptation.outcome import OUTCOME_NAME, Measured, Outcome, judge, read_outcome
 from peagle.adaptation.text import AdaptText, gather
 from peagle.checkpoint.card import DrafterCard, card_of, pair_head_of, read_card
 from peagle.checkpoint.layouts import WEIGHTS_NAME
@@ -22,6 +22,7 @@ from peagle.checkpoint.native import drafter_directory, load_drafter, save_draft
 from peagle.compare.gate import Gate
 from peagle.data.config import differences
 from peagle.data.conversations import Conversation
+from peagle.data.shards import write_whole
 from peagle.decoding.acceptance import Acceptance
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
@@ -97,7 +98,7 @@ def adapt(
         seconds=round(time.monotonic() - started, 1),
         settings=settings.described(),
     )
-    outcome.write(output)
+    write_whole(output / OUTCOME_NAME, outcome.to_json().encode())
     shutil.rmtree(work, ignore_errors=True)
     return outcome
 

@@ -29,7 +29,7 @@ class RecordOptions:
     record: Path | None = None
     """directory to record finished requests in: id, time, lengths and acceptance, no text; default: none is recorded"""
     record_text: bool = False
-    """record the token ids of prompts and answers, too. They are your users' text; `peagle train --data` takes them"""
+    """record the token ids of prompts and answers, too. They are your users' text; `peagle adapt --data` takes them"""
     record_mb: int = 256
     """most megabytes on disk; the oldest records are deleted"""
 
@@ -60,7 +60,7 @@ class Recorder:
         self._is_on = True
 
     def files(self) -> list[Path]:
-        """The files, oldest first. `peagle train --data` takes one that has text."""
+        """The files, oldest first. `peagle adapt` takes the directory if they have text."""
         return sorted(self.directory.glob("traffic-*.jsonl"))
 
     def __call__(self, output: "RequestOutput", params: "SamplingParams") -> None:
