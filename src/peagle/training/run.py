@@ -63,8 +63,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: 
     Resumes an unfinished run of the same settings. Each save also writes the current drafter to run/drafter and
     replays its acceptance on the held-out conversations. At the end the written directory is loaded back and must
     replay to the same acceptance. With several processes (see `distributed.py`) all call this, and the main process
-    writes. Settings and data are checked before anything is written, except the answers to a prompt file.
-    `text` takes the place of what `config.data` names.
+    writes. Settings and data are checked first, except answers to a prompt file. `text` replaces `config.data`.
     """
     world = World.current()
     world.check(config)
