@@ -7,6 +7,7 @@ that breaks it, so that a rule which stops seeing anything is noticed.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,7 @@ def read_tree(root: Path) -> list[Source]:
     return sources
 
 
+@cache
 def imports_of(source: Source) -> list[Import]:
     """Every import that can happen at run time, wherever it stands; what is under `if TYPE_CHECKING:` is left out."""
     return list(_walk_imports(ast.parse(source.text), source, at_module_scope=True))

@@ -76,8 +76,8 @@ def test_greedy_answers_are_those_of_transformers(target, tmp_path):
 def test_turns_follow_the_targets_own_answers_and_all_answers_are_trained(target, tmp_path):
     turns = ["the first question", ("assistant", "REPLACED"), "the second", ("assistant", "REPLACED"), "third?"]
     dialogs = [dialog(("system", "Be brief."), *turns) for _ in range(16)]
-    # At this temperature a random model ends about every second answer.
-    run(target, tmp_path, dialogs, RegenerationConfig(max_length=512, max_answer_tokens=200, temperatures=(9.0,)))
+    # At this temperature a random model ends about every third answer.
+    run(target, tmp_path, dialogs, RegenerationConfig(max_length=512, max_answer_tokens=100, temperatures=(9.0,)))
     rows = rows_of(tmp_path)
     texts = {key: target.tokenizer.decode(ids) for key, (ids, _, _) in rows.items()}
     assert all(

@@ -26,8 +26,13 @@ TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 21, "prefill_tokens": 12
 
 
 @pytest.fixture(scope="module")
-def drafter(target: HFTarget) -> Drafter:
-    texts = [[*prompt, *answer(target, prompt, PLAIN)] for prompt in PROMPTS]
+def expected(target: HFTarget) -> list[tuple[int, ...]]:
+    return [answer(target, prompt, PLAIN) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def drafter(target: HFTarget, expected: list[tuple[int, ...]]) -> Drafter:
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=80)
 
 
@@ -48,7 +53,12 @@ def check(found: tuple[TokenLogprobs | None, ...] | None, target: HFTarget, prom
     [{"page_size": 4}, pytest.param({"page_size": 4, "prefill_tokens": 5}, marks=pytest.mark.slow), TIGHT],
 )
 def test_prompts_are_scored_as_by_the_targets_own_forward_whatever_runs_beside_them(
-    target: HFTarget, drafter: Drafter, settings: dict[str, Any], has_drafter: bool, monkeypatch: pytest.MonkeyPatch
+    target: HFTarget,
+    drafter: Drafter,
+    expected: list[tuple[int, ...]],
+    settings: dict[str, Any],
+    has_drafter: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every second request asks; prompts begin alike, so that pages could have been taken over."""
     monkeypatch.setattr(scheduler_module, "SCORED_TOKENS", 7)
@@ -60,7 +70,7 @@ def test_prompts_are_scored_as_by_the_targets_own_forward_whatever_runs_beside_t
         ]
         outputs = run(engine)
         for index, (name, prompt) in enumerate(zip(ids, PROMPTS, strict=True)):
-            assert outputs[name].outputs[0].token_ids == answer(target, prompt, PLAIN)
+            assert outputs[name].outputs[0].token_ids == expected[index]
             if index % 2:
                 check(outputs[name].prompt_logprobs, target, prompt, 3)
                 assert outputs[name].metrics.num_cached_tokens == 0, "all of the prompt had to be run"

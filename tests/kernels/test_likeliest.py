@@ -168,7 +168,9 @@ def test_several_tokens_by_hand(function: TokensFunction) -> None:
 
 @both_of_tokens
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("vocab_size", [1, 5, CHUNK + 1, 16 * CHUNK, 2 * LARGEST_BLOCK + 7])
+@pytest.mark.parametrize(
+    "vocab_size", [1, 5, CHUNK + 1, 16 * CHUNK, pytest.param(2 * LARGEST_BLOCK + 7, marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's, from the interpreter
 def test_several_tokens_are_those_of_a_stable_sort(
     function: TokensFunction, vocab_size: int, dtype: torch.dtype

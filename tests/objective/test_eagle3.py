@@ -33,7 +33,7 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return tiny_target(num_layers=3)
 
 
 def settings(**changes):

@@ -25,7 +25,7 @@ from peagle.objective.p_eagle import ParallelObjective
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return tiny_target(num_layers=3)
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +219,8 @@ class Kept:
 
 
 def test_memory_for_gradients_falls_with_the_number_of_partitions_and_with_checkpoints(target):
-    rows = conversations(8, 400, 512)
-    values = {"rows": rows, "max_length": 512, "batch_size": 1, "num_draft_tokens": NUM_DRAFT_TOKENS, "retention": 0.8}
+    rows = conversations(8, 200, 256)
+    values = {"rows": rows, "max_length": 256, "batch_size": 1, "num_draft_tokens": NUM_DRAFT_TOKENS, "retention": 0.8}
     drafter = new_drafter(target)
     features = random_features(target, packed_batch(**values))
     most = {

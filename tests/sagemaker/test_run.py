@@ -114,13 +114,18 @@ CHANGES = (
 )
 
 
+def places(calls: tuple[str, ...]) -> list:
+    """Where a command may be interrupted; `make test` tries every third place."""
+    return [number if number % 3 == 2 else pytest.param(number, marks=pytest.mark.slow) for number in range(len(calls))]
+
+
 def interrupted(aws: Interrupting, act) -> list[str]:
     with pytest.raises(KeyboardInterrupt):
         act(operator(aws))
     return aws.changed
 
 
-@pytest.mark.parametrize("number", range(len(CHANGES)))
+@pytest.mark.parametrize("number", places(CHANGES))
 def test_a_deploy_that_was_interrupted_is_finished_by_the_same_command_or_removed(cloud, aws, tmp_path, number):
     made = deployment(tmp_path)
     done = interrupted(Interrupting(aws, number), lambda operator: operator.deploy(made))
@@ -145,7 +150,7 @@ REMOVALS = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(REMOVALS)))
+@pytest.mark.parametrize("number", places(REMOVALS))
 def test_a_delete_that_was_interrupted_is_finished_by_the_same_command(cloud, aws, tmp_path, number):
     operator(aws).deploy(deployment(tmp_path))
     act = Interrupting(aws, number)
@@ -229,7 +234,7 @@ UPDATES = (
 )
 
 
-@pytest.mark.parametrize("number", range(len(UPDATES)))
+@pytest.mark.parametrize("number", places(UPDATES))
 def test_an_update_that_was_interrupted_is_finished_by_the_same_command(cloud, aws, tmp_path, number):
     operator(aws).deploy(deployment(tmp_path))
     new = better(tmp_path, deployment(tmp_path), instance="ml.g6e.2xlarge")
