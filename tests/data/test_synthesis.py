@@ -8,7 +8,7 @@ import pytest
 
 from harness.tiny_models import CHATML, tiny_target, tiny_tokenizer
 from peagle.checkpoint.card import TargetIdentity
-from peagle.data.asking import Written, loops
+from peagle.data.asking import Written, loops, num_repeated
 from peagle.data.config import SynthesisConfig, Until
 from peagle.data.generation import Generator, Job
 from peagle.data.prompts import Dialog
@@ -143,6 +143,8 @@ def test_cut_and_looping_answers_are_kept_on_request(target, tmp_path):
         assert counts["num_rows"] == num_rows
     config = SynthesisConfig(max_length=120, system_prompts=("Be brief.",), keep_cut=True, keep_loops=True)
     assert run(target, tmp_path / "both", ScriptedGenerator(target, questions, answers), config)["num_rows"] == 3
+    (shard,) = open_shards(tmp_path / "both").shards
+    assert [int(mask.sum()) for mask in np.split(shard.loss_mask, shard.offsets[1:-1])] == [19, 32, 32], "loops are cut"
 
 
 def test_questions_begin_right_after_the_header_of_a_user_turn_under_every_system_prompt(target, tmp_path):
@@ -367,6 +369,14 @@ def test_the_estimate_is_of_what_is_still_to_be_written(target):
     # Seconds are those of the run, whatever others have written.
     seconds = Until(seconds=2)
     assert estimated_tokens(target, CONFIG, seconds, written) == estimated_tokens(target, CONFIG, seconds, nothing)
+
+
+def test_what_a_loop_repeats_more_than_three_times_is_counted():
+    words = np.arange(100, dtype=np.int32)
+    for passage, num_times, num_more in ((50, 3, 0), (50, 4, 50), (3, 20, 28), (1, 40, 8)):
+        looping = np.concatenate((words[:40], 200 + np.tile(words[:passage], num_times)))
+        assert num_repeated(looping) == num_more
+    assert num_repeated(words) == 0
 
 
 def test_loops_are_repetitions_at_the_end_and_nothing_else():

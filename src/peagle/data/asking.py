@@ -212,14 +212,34 @@ def loops(token_ids: TokenIds) -> bool:
     >>> loops(np.arange(100, dtype=np.int32)), loops(np.arange(100, dtype=np.int32) % 20)
     (False, True)
     """
+    return _period(token_ids) is not None
+
+
+def num_repeated(token_ids: TokenIds) -> int:
+    """Tokens at the end that repeat a passage once more, after it came three times or for 32 tokens.
+
+    >>> num_repeated(np.arange(100, dtype=np.int32)), num_repeated(np.arange(100, dtype=np.int32) % 20)
+    (0, 40)
+    """
+    period = _period(token_ids)
+    if period is None:
+        return 0
+    is_new = token_ids[period:] != token_ids[:-period]
+    first = int(is_new.nonzero()[0][-1]) + 1 if is_new.any() else 0
+    return max(0, len(token_ids) - first - max(3 * period, LOOP_TOKENS))
+
+
+def _period(token_ids: TokenIds) -> int | None:
+    """The length of the passage that the tokens end in, if they loop."""
     content, size = token_ids.tobytes(), token_ids.itemsize
     tail = content[-8 * size :]
     earlier = content.rfind(tail, 0, len(content) - size)
     if earlier < 0 or earlier % size:
-        return False
+        return None
     period = len(content) - len(tail) - earlier
     compared = max(2 * period, LOOP_TOKENS * size)
-    return content[-compared:] == content[-compared - period : -period] and compared + period <= len(content)
+    is_loop = content[-compared:] == content[-compared - period : -period] and compared + period <= len(content)
+    return period // size if is_loop else None
 
 
 def question_openings(

@@ -22,7 +22,8 @@ class SynthesisSettings:
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     """each answer draws one of these; 0 is greedy"""
     num_held_out: int = 0
-    """hold out this many greedy answers in OUTPUT/held_out to measure acceptance; never trained on"""
+    """hold out this many greedy answers in OUTPUT/held_out, of each kind its share, to measure acceptance; never
+    trained on"""
     keep_cut: bool = False
     """keep answers truncated at --max-length"""
     kinds: str | None = None
@@ -52,7 +53,7 @@ class SynthesisConfig(SynthesisSettings):
     max_turns: int = 4
     """most turns of conversations of kind turns"""
     keep_loops: bool = False
-    """keep answers that end in a repeated passage, as greedy answers of small targets do"""
+    """keep answers that end in a repeated passage, as greedy answers of small targets do, up to its third repetition"""
     given_share: float = 0.15
     """share of answers that go to the prompts of --given, while there are any"""
     system_prompts: tuple[str, ...] = (

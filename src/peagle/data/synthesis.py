@@ -5,6 +5,7 @@ Answers use a mix of temperatures, and rows keep the generated token ids. The sh
 
 import contextlib
 import logging
+import math
 import random
 import time
 from collections import Counter, deque
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from peagle.data.asking import SHORTEST_QUESTION, Prompt, Users, Written, loops, question_openings
+from peagle.data.asking import SHORTEST_QUESTION, Prompt, Users, Written, loops, num_repeated, question_openings
 from peagle.data.config import SynthesisConfig, Until, drawn_number
 from peagle.data.generation import Answer, Generator, Job, check_max_length
 from peagle.data.kinds import GIVEN, LONG
@@ -158,7 +159,10 @@ class Synthesis:
         self._fruitless: Counter[str] = Counter()
         """prompts dropped since the last answer began, by reason"""
         self._num_answering = 0
-        self._num_held_out = sum(writer.counts["num_rows"] for writer in writers[1:])
+        self._held_out = Counter[str]()
+        """held-out conversations of each kind, finished or begun"""
+        for writer in writers[1:]:
+            self._held_out.update(writer.counts["kinds"])
         self._deadline = time.monotonic() + (until.seconds or float("inf"))
 
     def run(self, on_progress: Callable[[dict[str, Any]], None] = lambda counts: None) -> dict[str, Any]:
@@ -213,7 +217,7 @@ class Synthesis:
                 self._fruitless_by_kind[growing.kind] = -1  # it works
             else:
                 assert reason is not None, "without an answer there is a reason"
-                self._num_held_out -= growing.is_held_out
+                self._held_out[growing.kind] -= growing.is_held_out
                 drops.append(Drop(reason, growing.key))
                 self._lose(growing.kind)
         for writer in self._writers[1:]:
@@ -228,17 +232,22 @@ class Synthesis:
         """
         start, num_before = growing.start, len(growing.token_ids)
         token_ids = [*growing.token_ids[start:], *answer.token_ids]
-        is_piece = growing.kind == LONG and not answer.is_ended and not loops(np.array(token_ids, dtype=np.int32))
+        body = np.array(token_ids[: len(token_ids) - answer.is_ended], dtype=np.int32)
+        is_piece = growing.kind == LONG and not answer.is_ended and not loops(body)
         reason = None if is_piece else self._fault(token_ids, answer.is_ended)
         if reason is not None:
             return False, reason
-        growing.token_ids = [*growing.token_ids, *answer.token_ids]
+        # A loop is trivial to draft and would fill the row.
+        num_dropped = num_repeated(body)
+        is_ended = answer.is_ended and not num_dropped
+        token_ids = token_ids[: len(token_ids) - num_dropped - (answer.is_ended and not is_ended)]
+        growing.token_ids = [*growing.token_ids[:start], *token_ids]
         growing.spans = [span for span in growing.spans if span[0] != start] + [(start, len(growing.token_ids))]
         growing.answer_ids = token_ids
         if is_piece and self._has_room(growing) and len(growing.token_ids) > num_before:
             self._later.append(self._answer_job(growing))
             return True, None
-        return answer.is_ended and len(growing.spans) < growing.num_turns and self._ask(growing), None
+        return is_ended and len(growing.spans) < growing.num_turns and self._ask(growing), None
 
     def _ask(self, growing: _Growing) -> bool:
         """Let the target write the user's next turn. Returns False if none can follow."""
@@ -360,8 +369,8 @@ class Synthesis:
                 dropped.append((prompt.kind, Drop("prompt: too long", prompt.key)))
                 continue
             temperature = self._chance.choice(self._config.temperatures)
-            is_held_out = temperature == 0 and self._num_held_out < self._config.num_held_out
-            self._num_held_out += is_held_out
+            is_held_out = temperature == 0 and self._lacks_held_out(prompt.kind)
+            self._held_out[prompt.kind] += is_held_out
             num_turns = self._chance.randint(2, self._config.max_turns) if prompt.kind == "turns" else 1
             history = list(prompt.dialog.messages)
             jobs.append(
@@ -374,6 +383,12 @@ class Synthesis:
             self._fruitless.clear()
         self._drop_prompts(dropped)
         return jobs
+
+    def _lacks_held_out(self, kind: str) -> bool:
+        """Whether a conversation of this kind should be held out: each kind has its share of the held-out ones."""
+        config, num_held_out = self._config, self._held_out.total()
+        share = config.given_share if kind == GIVEN else config.shares[kind]
+        return num_held_out < config.num_held_out and self._held_out[kind] < math.ceil(share * config.num_held_out)
 
     def _answer_job(self, growing: _Growing) -> Job:
         params = SamplingParams(
