@@ -30,7 +30,7 @@ PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text())
 
 @pytest.fixture(scope="module")
 def target() -> HFTarget:
-    torch.set_num_threads(os.cpu_count() or 1)  # a real model, unlike those of the other tests
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # a real model, unlike those of the other tests
     return load_target(dtype="float32", device="cpu")
 
 
