@@ -21,6 +21,7 @@ FLOORS = {
     "adaptation": 12,
     "sagemaker": 12,
     "report": 12,
+    "tuning": 12,
     "training": 11,
     "bench": 11,
     "vllm": 11,
@@ -65,6 +66,7 @@ TORCH_FREE_AREAS = {
     "scheduling",
     "server",
     "tokenizer",
+    "tuning",
     "vllm",
 }
 TORCH_FREE_MODULES = {

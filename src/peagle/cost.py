@@ -87,7 +87,7 @@ def cost_of(document: Mapping[str, Any], price: Price, options: CostOptions | No
         "price": vars(price) | {"charged_usd_per_hour": charged},
         "cells": cells,
         "by_concurrency": rows,
-        "break_even_concurrency": _break_even_concurrency(rows),
+        "break_even_concurrency": break_even_concurrency(rows),
         "within_limit": None if options.max_tpot is None else _within(cells, options.max_tpot),
         "training": None if options.training_hours is None else _training(rows, charged, options.training_hours),
     }
@@ -151,7 +151,7 @@ def _by_concurrency(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _break_even_concurrency(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def break_even_concurrency(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Where the saving falls to 0, between two measured loads; None if it does not."""
     for low, high in pairwise(rows):
         if low["saving"] > 0 >= high["saving"]:

@@ -31,11 +31,11 @@ def test_percentiles_lie_between_neighbors(percent, expected):
 
 
 def test_a_single_value_is_all_its_percentiles():
-    assert spread_ms([0.25]) == {"mean": 250.0, "p50": 250.0, "p95": 250.0}
+    assert spread_ms([0.25]) == {"mean": 250.0, "p50": 250.0, "p95": 250.0, "p99": 250.0}
 
 
 def test_a_spread_leaves_out_what_was_not_measured():
-    assert spread_ms([None, 1.0, None, 3.0]) == {"mean": 2000.0, "p50": 2000.0, "p95": 2900.0}
+    assert spread_ms([None, 1.0, None, 3.0]) == {"mean": 2000.0, "p50": 2000.0, "p95": 2900.0, "p99": 2980.0}
     assert spread_ms([None]) is None and spread_ms([]) is None
 
 

@@ -18,8 +18,8 @@ ENGINE = (
 )
 PARALLEL = "--tensor-parallel-size --data-parallel-size --num-nodes"
 SAGEMAKER = (
-    "--target --drafter --num-draft-tokens --max-length --allow-mismatch --upload-models --image --engine --env "
-    "--role --instance --num-instances --max-instances --target-concurrency --bucket --subnets --security-groups "
+    "--settings --target --drafter --num-draft-tokens --max-length --allow-mismatch --upload-models --image --engine "
+    "--env --role --instance --num-instances --max-instances --target-concurrency --bucket --subnets --security-groups "
     "--network-isolation --metrics --tags --region --profile --dry-run --no-smoke-test --json "
     "--price-per-hour --max-tpot --training-hours --measured"
 )
@@ -46,11 +46,16 @@ FLAGS = {
     ),
     "catalog": "--json",
     "serve": (
-        "--engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
+        "--settings --engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
         f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python "
         "--record --record-text --record-mb --swap-from"
     ),
     "report": "--output",
+    "tune": (
+        "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
+        "--num-draft-tokens --eagle3-drafter --num-requests --max-tokens --temperature --seed --output --json "
+        f"{TARGET} {DRAFTER}"
+    ),
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (
         "--output --num-answers --num-tokens --seconds --given --max-batch --max-length --temperatures --keep-cut "
@@ -74,7 +79,7 @@ FLAGS = {
     "export": f"--output --to {TARGET} {DRAFTER}",
     "publish": f"--repo --output --card-only --license --base-model --private --update {TARGET}",
     "deploy vllm": (
-        "--output --show --num-draft-tokens --max-length --served-model-name "
+        "--settings --output --show --num-draft-tokens --max-length --served-model-name "
         f"--vllm-version --image --name --port {PARALLEL} {DRAFTER}"
     ),
     "deploy sagemaker": SAGEMAKER,

@@ -61,7 +61,7 @@ def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
     known = [1e3 * value for value in seconds if value is not None]
     if not known:
         return None
-    figures = {"mean": sum(known) / len(known), "p50": percentile(known, 50), "p95": percentile(known, 95)}
+    figures = {"mean": sum(known) / len(known)} | {f"p{share}": percentile(known, share) for share in (50, 95, 99)}
     return {name: round(value, 4) for name, value in figures.items()}
 
 

@@ -35,9 +35,10 @@ def planned(num_turns: Sequence[int], num_requests: int) -> list[tuple[int, int]
 class Conversations:
     """Prompts as token ids, and the prompts of their later turns."""
 
-    def __init__(self, target: "HFTarget", prompts: Sequence[Prompt]) -> None:
+    def __init__(self, target: "HFTarget", prompts: Sequence[Prompt], first: Sequence[list[int]] | None = None) -> None:
+        """`first` has the token ids of the first turns, if they are known."""
         self._target, self._prompts = target, prompts
-        self.first = [render_prompt(target, prompt) for prompt in prompts]
+        self.first = [render_prompt(target, prompt) for prompt in prompts] if first is None else list(first)
 
     @property
     def num_turns(self) -> list[int]:

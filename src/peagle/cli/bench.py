@@ -29,6 +29,7 @@ from peagle.console.arguments import (
 )
 from peagle.console.progress import progress_bar
 from peagle.cost import MeasuredCost, cost_lines
+from peagle.data.prompts import Prompt
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     return 1 if any(result.failure and result.cell.method in METHODS for result in results) else 0
 
 
-def checked(arguments: Arguments) -> Arguments:
+def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     """Refuse invalid and contradictory options before anything is loaded; fill in the drafter's target."""
     if arguments.plot is not None:
         check_plot(arguments.plot)
@@ -107,7 +108,8 @@ def checked(arguments: Arguments) -> Arguments:
     ):
         if least < 1:
             raise ConfigError(f"{name} must be at least 1, got {least}")
-    _check_dummy(arguments)
+    if not has_prompts:
+        _check_dummy(arguments)
     arguments.cost.price(arguments.cost.instance)
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens != AUTO and not drafted:
@@ -170,14 +172,22 @@ def _check_dummy(arguments: Arguments) -> None:
             )
 
 
-def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
-    """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it."""
+def run_workload(
+    arguments: Arguments, results: list[CellResult], recorded: Sequence[list[int]] | None = None
+) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
+    """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it.
+
+    `recorded` has token ids of prompts to use instead of files.
+    """
     params, prompts = arguments.workload.params, arguments.workload.read()
+    prompts = prompts or [
+        Prompt(str(number), (), "recorded", category="recorded") for number in range(len(recorded or ()))
+    ]
     if arguments.anchors and any(prompt.later for prompt in prompts):
         raise ConfigError("--anchors answer one turn of each prompt, but some have several", hint="add --max-turns 1")
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
-    conversations = Conversations(target, prompts)
+    conversations = Conversations(target, prompts, recorded)
     arguments, num_turns = replace(arguments, concurrency=filled(arguments, len(prompts))), sum(conversations.num_turns)
     num_requests = {places: arguments.workload.requests(places, num_turns) for places in arguments.concurrency}
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
@@ -188,7 +198,9 @@ def run_workload(arguments: Arguments, results: list[CellResult]) -> tuple[dict[
     if interrupt is None:
         compare_with_plain(target, conversations.first, results, params)
     names = {method: drafter_name(arguments, method, target) for method in drafters}
-    facts = facts_of(target, params, accelerator(target), arguments.workload.name, len(prompts), drafters=names)
+    facts = facts_of(
+        target, params, accelerator(target), arguments.workload.name or "recording", len(prompts), drafters=names
+    )
     return facts | {"num_turns": num_turns, "categories": [prompt.category for prompt in prompts]}, interrupt
 
 

@@ -13,8 +13,8 @@ import tyro
 from rich.console import Console
 
 from peagle.bench.report import make_table, print_document
-from peagle.cli.inspection import show
 from peagle.console.arguments import TargetArguments, parse
+from peagle.console.inspection import show
 from peagle.console.progress import progress_bar
 from peagle.console.recipe import parse_with_recipe
 from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -21,6 +22,7 @@ from peagle.sagemaker.invoke import ask, log_group
 from peagle.sagemaker.plan import Call, Host, Rolling, check_name, plan_deploy, plan_update
 from peagle.sagemaker.run import operating
 from peagle.sagemaker.status import deployed_document, deployed_lines, document, lines
+from peagle.tuning.settings import with_settings
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class RunArguments:
 class DeployArguments:
     name: Name
     """endpoint name: letters, digits, hyphens"""
+    settings: Path | None = None
+    """settings of `peagle tune`; options given here go before them"""
     serving: Serving = field(default_factory=Serving)
     host: Host = field(default_factory=Host)
     account: AccountArguments = field(default_factory=AccountArguments)
@@ -111,7 +115,7 @@ def main(argv: list[str]) -> int:
     commands = {"update": update, "status": status, "delete": delete, "invoke": invoke}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
-    return carry_out(parse(DeployArguments, "deploy sagemaker", argv))
+    return carry_out(parse(DeployArguments, "deploy sagemaker", with_settings(argv, "deploy sagemaker")))
 
 
 def update(argv: list[str]) -> int:
@@ -120,6 +124,7 @@ def update(argv: list[str]) -> int:
     Pass all options again, including unchanged ones. Several instances are replaced a few at a time. SageMaker rolls
     back if the new ones do not become healthy or an alarm fires.
     """
+    argv = with_settings(argv, "deploy sagemaker")
     arguments = parse(UpdateArguments, "deploy sagemaker update", argv, description=update.__doc__)
     return carry_out(arguments, arguments.rolling)
 

@@ -14,6 +14,7 @@ import tyro
 
 from peagle.console.arguments import DrafterArguments, parse
 from peagle.errors import ConfigError
+from peagle.tuning.settings import with_settings
 from peagle.vllm.command import TESTED, Installed, Parallelism, VllmSettings
 from peagle.vllm.flags import drafter_in, split_words, with_flags
 from peagle.vllm.form import prepare
@@ -34,6 +35,8 @@ class Arguments:
     """which file to print if --output is not given"""
     num_draft_tokens: int | None = None
     """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers recommend"""
+    settings: Path | None = None
+    """settings of `peagle tune`; options given here go before them"""
     max_length: int | None = None
     """maximum tokens of a sequence, prompt plus answer; default: the target's limit"""
     served_model_name: tuple[str, ...] = ()
@@ -60,7 +63,7 @@ class Arguments:
 
 
 def main(argv: list[str]) -> int:
-    argv, words = split_words(argv)
+    argv, words = split_words(with_settings(argv, "deploy vllm"))
     arguments = parse(Arguments, "deploy vllm", argv)
     vllm = Installed(arguments.vllm_version.removeprefix("v"))
     models = find_models(

@@ -19,6 +19,7 @@ GROUPS = {
     },
     "measure": {
         "bench": "sweep methods, draft lengths and concurrency; `bench serve` load-tests a server",
+        "tune": "measure a load and recommend method, draft tokens and batch limit, as a settings file",
         "top": "live view of a running server: throughput, latency, acceptance, drift",
         "eval": "acceptance length and per-position acceptance rates on a prompt file",
         "lossless": "prove that speculative output equals the target's own, and write a report",

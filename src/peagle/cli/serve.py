@@ -22,6 +22,7 @@ from peagle.errors import ConfigError, MissingExtraError
 from peagle.sagemaker.conventions import SPECULATION, Conventions, read_conventions
 from peagle.scheduling.config import EngineOptions
 from peagle.server.settings import ServerOptions, ServerSettings
+from peagle.tuning.settings import with_settings
 from peagle.vllm.command import Installed, Parallelism, VllmSettings
 from peagle.vllm.flags import drafter_in, split_words, with_flags
 from peagle.vllm.speculation import Speculation
@@ -58,6 +59,8 @@ class Arguments(ModelArguments):
     """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers or a measurement recommend"""
     engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
     """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
+    settings_file: Annotated[Path | None, tyro.conf.arg(name="settings")] = None
+    """settings of `peagle tune`; options given here go before them"""
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = DEFAULT_ENGINE
     recording: RecordOptions = field(default_factory=RecordOptions)
@@ -72,7 +75,7 @@ class Arguments(ModelArguments):
 
 
 def main(argv: list[str]) -> int:
-    argv, words = split_words(argv)
+    argv, words = split_words(with_settings(argv, "serve"))
     arguments = parse(Arguments, "serve", argv)
     is_vllm = arguments.engine_name == "vllm"
     changed = [each.name for each in fields(VllmOptions) if getattr(arguments.vllm, each.name) != each.default]

@@ -1,0 +1,98 @@
+"""Measure a load on this machine and recommend settings: method, draft tokens, batch limit.
+
+The load is prompt files at a list of concurrencies or a request rate, or a recording of `peagle serve --record DIR
+--record-text`. --output writes the settings to a file that `peagle serve --settings` and `peagle deploy` read.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from peagle.bench.cells import PLAIN, CellResult
+from peagle.bench.report import document_of, print_document
+from peagle.bench.report import tables as sweep_tables
+from peagle.cli import bench
+from peagle.console.arguments import ModelArguments, Names, Numbers, NumbersOrAuto, WorkloadArguments, parse
+from peagle.errors import ConfigError
+from peagle.tuning.recommend import recommend
+from peagle.tuning.recording import Recording, read_recording
+from peagle.tuning.settings import settings_of, text_of
+from peagle.tuning.shown import lines_of, table_of
+
+
+@dataclass(frozen=True)
+class Arguments(ModelArguments):
+    output: Path | None = None
+    """write the settings to this file (.toml)"""
+    concurrency: Numbers = (1, 8, 32)
+    """requests in flight, to measure and to choose for"""
+    request_rate: float | None = None
+    """choose for this many requests per second instead"""
+    recording: Path | None = None
+    """directory of `peagle serve --record`: its prompts, answer lengths, temperature and request rate are the load"""
+    max_tpot: float | None = None
+    """choose the most tokens/s whose 99th percentile of the time per output token stays within this many ms"""
+    methods: Names = bench.DEFAULT_METHODS
+    """of none (plain decoding), eagle3, p-eagle"""
+    num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
+    """draft tokens per step to try; auto: the engine chooses"""
+    eagle3_drafter: str | None = None
+    """drafter directory for eagle3; default: the one that ships for the target"""
+    json: bool = False
+    """print one JSON document as the last line of stdout, instead of tables"""
+    workload: WorkloadArguments = field(default_factory=WorkloadArguments)
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--request-rate", self.request_rate), ("--max-tpot", self.max_tpot)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{flag} must be above 0, got {value:g}")
+        if PLAIN not in self.methods or len(self.methods) < 2:
+            raise ConfigError("--methods needs none and a method that drafts: only both show whether drafting pays")
+        if self.output is not None and self.output.suffix != ".toml":
+            raise ConfigError(f"--output {self.output}: the name must end in .toml")
+        if (self.recording is None) == (self.workload.prompts is None):
+            raise ConfigError("tune needs one load", hint="pass either --prompts FILES or --recording DIR")
+
+
+def main(argv: list[str]) -> int:
+    arguments, recorded = with_recording(parse(Arguments, "tune", argv))
+    options = {
+        name: getattr(arguments, name) for name in vars(arguments) if name in bench.Arguments.__dataclass_fields__
+    }
+    sweep = bench.checked(bench.Arguments(**options), has_prompts=recorded is not None)
+    results: list[CellResult] = []
+    facts, interrupt = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
+    if interrupt is not None:
+        raise interrupt
+    document = document_of(results, **facts, is_interrupted=False)
+    limits: dict[str, Any] = {"request_rate": arguments.request_rate, "max_tpot": arguments.max_tpot}
+    tuned = recommend(document["cells"], **limits)
+    if tuned is None:
+        raise ConfigError(
+            f"no setting could be measured: {results[0].failure}", hint="lower --concurrency or --max-tokens"
+        )
+    document |= {"tuned": tuned, "verdict": " ".join(lines_of(tuned)), "recommended": []}
+    drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
+    settings = settings_of(tuned, sweep.target.target, _absolute(drafter))
+    if arguments.output is not None:
+        arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
+    said = [
+        *lines_of(tuned),
+        *([] if arguments.output is None else [f"use it: peagle serve --settings {arguments.output}"]),
+    ]
+    print_document(document, arguments.json, sweep_tables(document)[0], table_of(tuned), verdict="\n".join(said))
+    return 0
+
+
+def with_recording(arguments: Arguments) -> tuple[Arguments, Recording | None]:
+    """The options with what a recording says about its load."""
+    if arguments.recording is None:
+        return arguments, None
+    found = read_recording(arguments.recording, arguments.workload.limit)
+    workload = replace(arguments.workload, max_tokens=found.max_tokens, temperature=found.temperature)
+    return replace(arguments, workload=workload, request_rate=arguments.request_rate or found.request_rate), found
+
+
+def _absolute(drafter: str | None) -> str | None:
+    """A directory by its full path: the settings may be read elsewhere."""
+    return str(Path(drafter).expanduser().absolute()) if drafter and Path(drafter).expanduser().is_dir() else drafter

@@ -1,0 +1,94 @@
+"""`peagle tune`: a measured load becomes a recommendation and a file that `serve` and `deploy` read."""
+
+import json
+
+import pytest
+
+from peagle.config import from_toml
+from peagle.tuning.recommend import recommend
+from peagle.tuning.settings import Settings, with_settings
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "asked.txt"
+    path.write_text("the user\nanother\n")
+    return path
+
+
+FEW = ("--max-tokens", 8, "--concurrency", 1, "--num-draft-tokens", 2)
+SMALL = ("--max-tokens", 8, "--concurrency", "1,2", "--num-draft-tokens", 2)
+
+
+def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
+    peagle, on_models, models, prompts, tmp_path
+):
+    settings = tmp_path / "tuned.toml"
+    command = ("tune", "--prompts", prompts, "--output", settings, *SMALL, *on_models)
+    result = peagle(*command, "--json")
+    assert result.status == 0, result.err
+    document = result.json
+    assert {cell["label"] for cell in document["cells"]} == {"plain", "p-eagle K=2"}
+    tuned = document["tuned"]
+    assert tuned == recommend(document["cells"])
+    measured = {cell["output_tokens_per_second"] for cell in document["cells"] if cell["label"] == tuned["label"]}
+    assert tuned["expected"]["output_tokens_per_second"] in measured and tuned["expected"]["tpot_p99_ms"] > 0
+    written = from_toml(Settings, settings)
+    assert written.target == str(models / "target") and written.native.max_batch == tuned["max_batch"]
+    words = with_settings(["--settings", str(settings)], "serve")
+    assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
+
+
+def test_the_tables_end_with_the_recommendation(peagle, on_models, prompts, tmp_path):
+    settings = tmp_path / "tuned.toml"
+    result = peagle("tune", "--prompts", prompts, "--output", settings, "--request-rate", 1e6, *FEW, *on_models)
+    assert result.status == 0, result.err
+    for words in (
+        "recommended: ",
+        "Expect ",
+        "does not keep up",
+        "For vLLM: --num-draft-tokens",
+        f"--settings {settings}",
+    ):
+        assert words in result.out, words
+
+
+def test_a_recording_is_a_load(peagle, on_models, tmp_path):
+    rows = [
+        {"id": str(number), "time": number, "num_answer_tokens": 6, "temperature": 0.0, "prompt_ids": [1, 70 + number]}
+        for number in range(3)
+    ]
+    (tmp_path / "traffic-00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = peagle("tune", "--recording", tmp_path, "--json", *FEW[2:], *on_models)
+    assert result.status == 0, result.err
+    assert result.json["num_prompts"] == 3 and result.json["workload"] == "recording"
+    assert result.json["max_tokens"] == 6 and result.json["tuned"]["request_rate"] == 1.0
+
+
+def test_deploy_reads_the_settings(peagle, models, tmp_path):
+    settings = tmp_path / "tuned.toml"
+    places = {"target": str(models / "target"), "drafter": str(models / "drafter")}
+    lines = [f"{name} = {json.dumps(place)}" for name, place in places.items()]
+    settings.write_text("\n".join([*lines, "[vllm]", "num_draft_tokens = 3", "max_num_seqs = 24"]))
+    result = peagle("deploy", "vllm", "--settings", settings)
+    assert result.status == 0, result.err
+    assert "--max-num-seqs 24" in result.out and '"num_speculative_tokens":3' in result.out.replace(": ", ":")
+    given = peagle("deploy", "vllm", "--settings", settings, "--num-draft-tokens", 2, "--", "--max-num-seqs", 8)
+    assert "--max-num-seqs 8" in given.out and '"num_speculative_tokens":2' in given.out.replace(": ", ":")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "tune needs one load"),
+        (("--prompts", "p", "--recording", "d"), "tune needs one load"),
+        (("--prompts", "p", "--methods", "p-eagle"), "--methods needs none and a method that drafts"),
+        (("--prompts", "p", "--max-tpot", 0), "--max-tpot must be above 0"),
+        (("--prompts", "p", "--request-rate", -1), "--request-rate must be above 0"),
+        (("--prompts", "p", "--output", "a.json"), "must end in .toml"),
+        (("--recording", "nowhere"), "holds no recording"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_at_once(peagle, options, message):
+    result = peagle("tune", *options)
+    assert result.status == 2 and message in result.err, result.err
