@@ -65,6 +65,23 @@ def test_a_recording_is_a_load(peagle, on_models, tmp_path):
     assert result.json["max_tokens"] == 6 and result.json["tuned"]["request_rate"] == 1.0
 
 
+def test_an_interrupted_run_shows_what_was_measured_and_recommends_nothing(
+    peagle, on_models, prompts, tmp_path, monkeypatch
+):
+    from peagle.bench import offline
+
+    def interrupted(llm, cell, *words, **options):
+        if cell.method != "none":
+            raise KeyboardInterrupt
+        return measured(llm, cell, *words, **options)
+
+    measured = offline.run_cell
+    monkeypatch.setattr(offline, "run_cell", interrupted)
+    result = peagle("tune", "--prompts", prompts, "--output", tmp_path / "tuned.toml", "--json", *FEW, *on_models)
+    assert result.status == 130 and result.json["tuned"] is None and len(result.json["cells"]) == 1
+    assert not (tmp_path / "tuned.toml").exists()
+
+
 def test_deploy_reads_the_settings(peagle, models, tmp_path):
     settings = tmp_path / "tuned.toml"
     places = {"target": str(models / "target"), "drafter": str(models / "drafter")}
