@@ -5,6 +5,8 @@ import json
 import pytest
 
 from peagle.config import from_toml
+from peagle.report.build import report_of
+from peagle.report.markdown import markdown_of
 from peagle.tuning.recommend import recommend
 from peagle.tuning.settings import Settings, with_settings
 
@@ -35,6 +37,8 @@ def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
     assert tuned["expected"]["output_tokens_per_second"] in measured and tuned["expected"]["tpot_p99_ms"] > 0
     written = from_toml(Settings, settings)
     assert written.target == str(models / "target") and written.native.max_batch == tuned["max_batch"]
+    text = markdown_of(report_of([document]))
+    assert "Recommended: " in text and "With drafts, tiny decodes" in text, "`peagle report` takes it, too"
     words = with_settings(["--settings", str(settings)], "serve")
     assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
 

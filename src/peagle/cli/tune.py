@@ -11,6 +11,7 @@ from typing import Any
 from peagle.bench.cells import PLAIN, CellResult
 from peagle.bench.report import document_of, print_document
 from peagle.bench.report import tables as sweep_tables
+from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
 from peagle.console.arguments import ModelArguments, Names, Numbers, NumbersOrAuto, WorkloadArguments, parse
 from peagle.errors import ConfigError
@@ -72,7 +73,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"no setting could be measured: {results[0].failure}", hint="lower --concurrency or --max-tokens"
         )
-    document |= {"tuned": tuned, "verdict": " ".join(lines_of(tuned)), "recommended": []}
+    verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
+    document |= {"tuned": tuned, "verdict": verdict, "recommended": best}
     drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
     settings = settings_of(tuned, sweep.target.target, _absolute(drafter))
     if arguments.output is not None:
