@@ -127,9 +127,10 @@ class HFTarget:
         if self._shipped_drafter is not None or self.entry is None:
             return self._shipped_drafter
         chosen = self.entry.drafter(max_length=max_length)
-        if len(self.entry.drafters) > 1 and chosen != self._chosen:
-            length = "any length" if max_length is None else f"up to {max_length} tokens"
-            log.info("drafter %s: variant %s, for texts of %s", chosen.name, chosen.variant, length)
+        is_choice = sum(each.method == chosen.method for each in self.entry.drafters) > 1
+        if is_choice and chosen != self._chosen:
+            length = "short texts" if max_length is None else f"texts of up to {max_length} tokens"
+            log.info("drafter %s: variant %s, for %s", chosen.name, chosen.variant, length)
         self._chosen = chosen
         return self._fetched(chosen)
 
