@@ -216,13 +216,16 @@ class CapturedSteps:
         return verify_sizes(size, self.step.state.tokens.shape[1] - 1, self._verify_tokens)
 
     @torch.no_grad()
-    def decode_seconds(self, num_pages: int) -> dict[int, dict[int, float]]:
-        """Device time per decode step, by batch size and tokens of the pass. Only while no request runs."""
+    def decode_seconds(self, num_pages: int, length: int = 256) -> dict[int, dict[int, float]]:
+        """Device time per decode step over sequences of `length` tokens, by batch size and tokens of the pass.
+
+        Only while no request runs.
+        """
         seconds: dict[int, dict[int, float]] = {}
         for size in self.decode_sizes:
             with self._sequences(size, num_pages):
                 seconds[size] = {
-                    num_tokens: self._seconds(self.decodes[DecodeShape(size, num_tokens, False)], 256, repeats=5)
+                    num_tokens: self._seconds(self.decodes[DecodeShape(size, num_tokens, False)], length, repeats=5)
                     for num_tokens in self.verify_sizes(size)
                 }
         return seconds
