@@ -2,8 +2,8 @@
 
     python benchmarks/tree_steps.py [--nodes 31] [--max-batch 64] [--lengths 100 300 1000]
 
-The first size of a batch is plain decoding, without the drafter. The draft budget chooses among these sizes by the times
-at 256 tokens.
+The first size of a batch is plain decoding, without the drafter. The draft budget chooses among these sizes, by the
+times at 256 tokens.
 """
 
 import argparse
