@@ -38,7 +38,7 @@ def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
     written = from_toml(Settings, settings)
     assert written.target == str(models / "target") and written.native.max_batch == tuned["max_batch"]
     text = markdown_of(report_of([document]))
-    assert "Recommended: " in text and "With drafts, tiny decodes" in text, "`peagle report` takes it, too"
+    assert "Recommended: " in text and "With drafts, target decodes" in text, "`peagle report` takes it, too"
     words = with_settings(["--settings", str(settings)], "serve")
     assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
 
