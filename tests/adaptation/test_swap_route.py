@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from harness.local_server import Running, running, tiny_llm
+from harness.local_server import Running, running
 from harness.tiny_models import tiny_drafter, tiny_target, write_drafter
 from peagle.adaptation.swap_client import swap
 from peagle.adaptation.swap_route import swap_route
 from peagle.checkpoint.card import read_card
 from peagle.checkpoint.native import save_drafter
+from peagle.engine.llm import LLM
 from peagle.errors import ConfigError, ServerError
 
 KEY = "operator"
@@ -25,7 +26,7 @@ NUM_REQUESTS = 10
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A good drafter, one with other weights, and one of another shape."""
-    root, target = tmp_path_factory.mktemp("drafters"), tiny_target(num_layers=4)
+    root, target = tmp_path_factory.mktemp("drafters"), tiny_target(num_layers=3)
     write_drafter(target, root / "good")
     card = read_card(root / "good")
     assert card is not None
@@ -41,7 +42,10 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swapping(drafters: Path) -> Iterator[Running]:
-    with running(lambda: tiny_llm(target={"num_layers": 4}), (KEY,), routes=(swap_route(drafters),)) as found:
+    options: dict[str, Any] = {"max_batch": 8, "max_length": 256, "verify_tokens": 0}
+    with running(
+        lambda: LLM(tiny_target(num_layers=3), drafters / "good", 4, **options), (KEY,), routes=(swap_route(drafters),)
+    ) as found:
         found.http.headers["Authorization"] = f"Bearer {KEY}"
         yield found
 

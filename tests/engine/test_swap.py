@@ -238,8 +238,9 @@ def test_an_engine_without_a_drafter_has_nothing_to_replace(target: HFTarget, di
         engine.close()
 
 
+@pytest.mark.parametrize("num_requests", [5, pytest.param(256, marks=pytest.mark.slow)])
 def test_streams_go_on_while_drafters_are_swapped_again_and_again(
-    engine: Engine,
+    num_requests: int,
     target: HFTarget,
     good: Drafter,
     directory: Path,
@@ -249,16 +250,18 @@ def test_streams_go_on_while_drafters_are_swapped_again_and_again(
     bad = written(tmp_path / "bad", target, bad_twin(good, target, None))
 
     async def follow(streams: AsyncEngine, index: int) -> tuple[int, ...]:
-        updates = streams.stream(PROMPTS[index], PARAMS[index])
+        updates = streams.stream(PROMPTS[index % len(PROMPTS)], PARAMS[index % len(PROMPTS)])
         return tuple([token async for update in updates for token in update.token_ids])
 
     async def main() -> list[tuple[int, ...]]:
-        async with AsyncEngine(engine) as streams:
-            tasks = [asyncio.create_task(follow(streams, index)) for index in range(len(PROMPTS))]
+        async with AsyncEngine(started(target, directory, max_batch=num_requests)) as streams:
+            tasks = [asyncio.create_task(follow(streams, index)) for index in range(num_requests)]
+            while not (await streams.stats()).num_running:
+                pass
             for new in (bad, directory, bad):
                 await streams.swap_drafter(new)
             with pytest.raises(CheckpointError):
                 await streams.swap_drafter(tmp_path / "none")
             return await asyncio.gather(*tasks)
 
-    assert asyncio.run(main()) == expected
+    assert asyncio.run(main()) == (expected * num_requests)[:num_requests]

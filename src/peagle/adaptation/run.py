@@ -61,8 +61,9 @@ def adapt(
     the target, for example before it was fine-tuned; the adapted one belongs to the given target.
     """
     started, output, work = time.monotonic(), settings.output, settings.output / "work"
+    described = settings.described() | {"drafter": path and str(path)}
     if (done := read_outcome(output)) is not None:
-        if differing := differences(done.settings, settings.described()):
+        if differing := differences(done.settings, described):
             raise ConfigError(
                 f"{output} holds a finished adaptation with other settings: {'; '.join(differing)}",
                 hint="pass a new --output",
@@ -71,7 +72,7 @@ def adapt(
     if (output / WEIGHTS_NAME).exists():
         raise ConfigError(f"{output} already holds a drafter", hint="pass a new --output")
     drafter = load_drafter(path, target, allow_mismatch=allow_mismatch)
-    text = gather(target, drafter, settings, work)
+    text = gather(target, drafter, settings, work, described)
     depth = drafter.config.num_draft_tokens or drafter.config.usual_num_draft_tokens
     before = _replayed(target, drafter, text, depth)
     log.info("before: acceptance length %.3f on held-out traffic, %.3f on old text", *vars(_lengths(before)).values())
@@ -96,7 +97,7 @@ def adapt(
         num_draft_tokens=depth,
         num_steps=config.num_steps,
         seconds=round(time.monotonic() - started, 1),
-        settings=settings.described(),
+        settings=described,
     )
     write_whole(output / OUTCOME_NAME, outcome.to_json().encode())
     shutil.rmtree(work, ignore_errors=True)

@@ -52,11 +52,16 @@ class AdaptText:
     facts: dict[str, Any]
 
 
-def gather(target: HFTarget, drafter: Drafter, settings: AdaptSettings, work: Path) -> AdaptText:
-    """The text of an adaptation, read from `work` if an earlier run stored it there. The target may have to write."""
+def gather(
+    target: HFTarget, drafter: Drafter, settings: AdaptSettings, work: Path, described: dict[str, Any]
+) -> AdaptText:
+    """The text of an adaptation, read from `work` if an earlier run stored it there. The target may have to write.
+
+    A rerun must have the same settings, as `described`.
+    """
     path = work / TEXT_NAME
     if path.exists():
-        return _stored(path, settings)
+        return _stored(path, settings.output, described)
     work.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds users' text
     new = read_served(target, drafter, settings.data, work)
     traffic_train, traffic = split(target, drafter, new, settings)
@@ -78,7 +83,7 @@ def gather(target: HFTarget, drafter: Drafter, settings: AdaptSettings, work: Pa
         "held_out": {"name": "traffic", "num": len(traffic), "num_old": len(old), "num_greedy": len(traffic)},
     }
     text = AdaptText(train, traffic, old, facts)
-    write_whole(path, lambda file: np.savez(file, **_arrays(text, settings)))
+    write_whole(path, lambda file: np.savez(file, **_arrays(text, described)))
     return text
 
 
@@ -249,8 +254,8 @@ def _num_tokens(rows: Iterable[Conversation]) -> int:
 # Storing --------------------------------------------------------------------------------------------------------------
 
 
-def _arrays(text: AdaptText, settings: AdaptSettings) -> dict[str, Any]:
-    arrays: dict[str, Any] = {"about": json.dumps({"facts": text.facts, "settings": settings.described()})}
+def _arrays(text: AdaptText, described: dict[str, Any]) -> dict[str, Any]:
+    arrays: dict[str, Any] = {"about": json.dumps({"facts": text.facts, "settings": described})}
     for part in PARTS:
         rows: Sequence[Conversation] = getattr(text, part)
         arrays[f"{part}_lengths"] = np.array([len(row) for row in rows], np.int64)
@@ -259,12 +264,12 @@ def _arrays(text: AdaptText, settings: AdaptSettings) -> dict[str, Any]:
     return arrays
 
 
-def _stored(path: Path, settings: AdaptSettings) -> AdaptText:
+def _stored(path: Path, output: Path, described: dict[str, Any]) -> AdaptText:
     with np.load(path) as stored:
         about = json.loads(str(stored["about"]))
-        if differing := differences(about["settings"], settings.described()):
+        if differing := differences(about["settings"], described):
             raise ConfigError(
-                f"{settings.output} holds an unfinished adaptation with other settings: {'; '.join(differing)}",
+                f"{output} holds an unfinished adaptation with other settings: {'; '.join(differing)}",
                 hint="pass the earlier settings to resume it, or a new --output to start over",
             )
         parts: dict[str, list[Conversation]] = {}
