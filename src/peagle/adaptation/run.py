@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 Begin = Callable[[TrainConfig], OnStep]
 """Called when training begins; returns what is called after each step."""
-TOKENS_PER_STEP = {"cuda": 16384, "cpu": 2048}
+TOKENS_PER_STEP = {"cuda": 16384, "cpu": 1024}
 SHORTEST_ROW = 64
 LENGTH_SHARE = 0.95
 """Share of the rows that are trained on whole; longer ones are truncated."""
@@ -125,8 +125,9 @@ def _train(
         return dataclasses.replace(config, num_steps=card.training["num_steps"])
     else:
         most = -(-MOST_PASSES * sum(map(len, text.train)) // (config.batch_size * config.max_length))
-        fitting = int(60 * settings.minutes / seconds_per_step(target, config, run_text))
-        num_steps = max(LEAST_STEPS, min(most, fitting))
+        seconds = seconds_per_step(target, config, run_text)
+        num_steps = max(LEAST_STEPS, min(most, int(60 * settings.minutes / seconds)))
+        log.info("a step takes %.2f s, so training takes about %.1f minutes", seconds, num_steps * seconds / 60)
         config = dataclasses.replace(config, num_steps=num_steps, warmup_steps=max(1, num_steps // 20))
     log.info("training %d steps of %d x %d tokens", config.num_steps, config.batch_size, config.max_length)
     train_drafter(target, config, begin(config), run_text)

@@ -119,7 +119,7 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: 
     return served
 
 
-def seconds_per_step(target: HFTarget, config: TrainConfig, text: RunText, num_steps: int = 5) -> float:
+def seconds_per_step(target: HFTarget, config: TrainConfig, text: RunText, num_steps: int = 4) -> float:
     """Time of a training step that continues a drafter, from the first steps of a run that is thrown away."""
     ended: list[float] = []
     with tempfile.TemporaryDirectory(prefix="peagle-timing-") as scratch:
