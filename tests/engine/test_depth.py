@@ -31,7 +31,7 @@ def answers(target: HFTarget) -> list[tuple[int, ...]]:
 def drafter(target: HFTarget, answers: list[tuple[int, ...]]) -> Drafter:
     """Trained on the very answers, so that whole drafts are accepted at times."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, answers, strict=True)]
-    return trained_drafter(target, texts, num_draft_tokens=DEPTH, num_steps=120)
+    return trained_drafter(target, texts, num_draft_tokens=DEPTH, num_steps=240, deep_every=6)
 
 
 @pytest.mark.parametrize("tree", [None, 40, 62])

@@ -117,11 +117,13 @@ def trained_drafter(
     *,
     num_draft_tokens: int = 4,
     num_steps: int = 80,
+    deep_every: int = 1,
     **changes: Any,
 ) -> Drafter:
     """A P-EAGLE drafter of one layer after a short training on `texts`: right about some of them, some of the time.
 
-    `changes` are other settings of its config than the usual ones here.
+    Each step trains all depths of every `deep_every`-th anchor, others the next time, and one depth of the rest: long
+    drafts of all anchors would be slow to train. `changes` are other settings of its config than the usual ones here.
     """
     config = DrafterConfig(
         hidden_size=target.hidden_size,
@@ -147,9 +149,10 @@ def trained_drafter(
     token_ids_BT = torch.tensor([list(text[-length:]) for text in texts])
     aux_BTA = target.forward(token_ids_BT).aux_hidden_BTA
     num_anchors = length - 1 - num_draft_tokens
-    depths_BT = torch.full((len(texts), num_anchors), num_draft_tokens)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
-    for _ in range(num_steps):
+    for step in range(num_steps):
+        is_deep_T = (torch.arange(num_anchors) + step) % deep_every == 0
+        depths_BT = torch.where(is_deep_T, num_draft_tokens, 1).expand(len(texts), -1)
         slots, logits_BSV = training_logits(drafter, depths_BT, token_ids_BT, aux_BTA)
         loss = functional.cross_entropy(logits_BSV.flatten(0, 1), token_ids_BT.gather(1, slots.label_BS).flatten())
         optimizer.zero_grad()
