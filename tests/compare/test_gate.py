@@ -171,7 +171,8 @@ def test_a_changed_chat_template_fails_with_its_cause(
     assert_failed(verdict, "chat template", "chat template is not the one used in training", "the template was edited")
 
 
-@pytest.mark.parametrize("engine", [pytest.param("native", marks=pytest.mark.slow), "vllm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_shipped_drafter_passes(engine: str, target: HFTarget, forms: dict[str, Path]) -> None:
     # Both engines' readings are compared tensor by tensor and by their logits; decoding twice would tell nothing new.
     measure = None if engine == "native" else as_on_card(forms["compact"])

@@ -32,7 +32,11 @@ SOME = (0, 8, 15)
 ROOMY = {"page_size": 4, "max_length": 80}
 TIGHT = {"page_size": 2, "max_length": 60, "num_pages": 38, "prefill_tokens": 24}
 METHODS = {"none": 0, "eagle3": 3, "p-eagle": 4, "p-eagle tree": 4}
-ENGINE_METHODS = ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"]
+ENGINE_METHODS = [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "eagle3")),
+    "p-eagle",
+    "p-eagle tree",
+]
 TREE_NODES = 9
 
 

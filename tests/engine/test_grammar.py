@@ -97,7 +97,7 @@ def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_d
     assert num_ended >= 8, "most answers come to the end of their grammar"
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle", "p-eagle tree"])
+@pytest.mark.parametrize("method", ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]

@@ -71,7 +71,7 @@ def test_drafts_change_nothing_in_the_reference_decoder(
     assert num_accepted > 20, "drafts of adjusted requests are accepted too"
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "p-eagle", "p-eagle tree"])
+@pytest.mark.parametrize("method", ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]

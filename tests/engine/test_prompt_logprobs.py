@@ -47,7 +47,7 @@ def check(found: tuple[TokenLogprobs | None, ...] | None, target: HFTarget, prom
         assert list(entry.top) == top.indices.tolist()
 
 
-@pytest.mark.parametrize("has_drafter", [False, True])
+@pytest.mark.parametrize("has_drafter", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "settings",
     [{"page_size": 4}, pytest.param({"page_size": 4, "prefill_tokens": 5}, marks=pytest.mark.slow), TIGHT],

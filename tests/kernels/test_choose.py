@@ -157,7 +157,11 @@ def test_the_numbers_of_the_kernel_are_those_of_pytorch_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size"), [(torch.bfloat16, 300), (torch.float16, 256), (torch.float32, 5), (torch.float64, 700)]
+    ("dtype", "vocab_size"),
+    [
+        *((torch.bfloat16, 300), (torch.float32, 5)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((torch.float16, 256), (torch.float64, 700))),
+    ],
 )
 def test_triton_chooses_what_pytorch_chooses(dtype: torch.dtype, vocab_size: int) -> None:
     logits_NV = (4 * torch.randn(len(WARPS), vocab_size)).to(dtype)

@@ -147,7 +147,7 @@ LONG = "\x01" * 700_000
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "speculation": {LONG: 1}}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "model": LONG}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "logit_bias": {LONG: LONG}}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "stop": [LONG] * 65}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "stop": [LONG[:9999]] * 65}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "structured_outputs": {"regex": "(" + "x" * 15_000}}),
         ("/v1/completions", {"prompt": {LONG: LONG}}),
         (

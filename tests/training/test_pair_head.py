@@ -160,6 +160,7 @@ def test_an_interrupted_run_ends_with_the_same_head_without_the_earlier_drafter(
     assert metrics_of(config) == metrics_of(unbroken)
 
 
+@pytest.mark.slow
 def test_training_the_drafter_further_drops_its_head(target, data, rows, earlier, tmp_path):
     drafter = load_drafter(earlier, target)
     drafter.pair_head = knowing_head(drafter, [row.token_ids.tolist() for row in rows])

@@ -98,7 +98,7 @@ def decoded(target, drafter, conversations, num_draft_tokens, tree_nodes=None):
 
 
 @pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
-@pytest.mark.parametrize("init_seed", [0, 3])
+@pytest.mark.parametrize("init_seed", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed, monkeypatch):
     target = tiny_target(seed=init_seed)
     drafter = tiny_drafter(target, num_draft_tokens=5)
@@ -122,8 +122,10 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     [
         {"parallel": True},
         {"parallel": False, "norm_output": True},
-        {"parallel": False, "norm_output": False, "num_layers": 1},
-        {"parallel": False, "norm_output": True, "draft_vocab_size": 200, "head": "own"},
+        pytest.param({"parallel": False, "norm_output": False, "num_layers": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"parallel": False, "norm_output": True, "draft_vocab_size": 200, "head": "own"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["p-eagle", "eagle3", "eagle3-raw-states", "eagle3-small-vocabulary"],
 )
