@@ -17,7 +17,7 @@ from peagle.adaptation.config import AdaptSettings
 from peagle.compare.answers import outputs_of_engine
 from peagle.data.config import RegenerationConfig, SynthesisConfig, Until, differences
 from peagle.data.conversations import Conversation, ConversationSet, read_conversations
-from peagle.data.shards import HELD_OUT_NAME, check_target, is_shard_directory, write_whole
+from peagle.data.shards import HELD_OUT_NAME, check_target, is_shard_directory, open_shards, write_whole
 from peagle.data.synthesis import write_synthesis
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError, DataError
@@ -203,7 +203,7 @@ def _old_text(
     path = settings.old
     if path is None:
         path = _synthesized(target, drafter, settings, work / "old")
-    if is_shard_directory(path / HELD_OUT_NAME):
+    if is_shard_directory(path / HELD_OUT_NAME) and open_shards(path / HELD_OUT_NAME).counts()["num_rows"]:
         held_out = read_conversations(path / HELD_OUT_NAME, target.tokenizer, vocab_size=target.vocab_size)
         rows = read_served(target, drafter, path, work)
         return list(rows), _spread(held_out.conversations, settings.num_held_out)
