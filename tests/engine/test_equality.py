@@ -24,7 +24,7 @@ from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
 from peagle.targets.near_tie import NEAR_TIE
 
-MAX_TOKENS = 10
+MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS)
 LENGTHS = (1, 2, 3, 5, 8, 9, 12, 15, 16, 17, 20, 24, 28, 31, 36, 40)
 SOME = (0, 8, 15)
