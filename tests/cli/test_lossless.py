@@ -5,7 +5,7 @@ import json
 import pytest
 
 from peagle.compare import lossless
-from peagle.decoding.verify import Verification, keep_matches
+from peagle.decoding.verify import Verification
 
 QUICK = "--max-tokens 12 --num-seeds 1 --num-samples 80 --temperature 0.2"
 
@@ -46,11 +46,10 @@ def test_without_json_the_report_is_shown_and_its_document_can_be_kept(peagle, q
 
 @pytest.mark.slow
 def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monkeypatch):
-    def keep_one_too_many(wanted_BL, drafts_BK, num_draft_B):
-        result = keep_matches(wanted_BL, drafts_BK, num_draft_B)
-        return Verification((result.num_accepted_B + 1).minimum(num_draft_B), result.next_token_B)
+    def keep_all(wanted_BL, drafts_BK, num_draft_B):
+        return Verification(num_draft_B, wanted_BL.gather(1, num_draft_B[:, None])[:, 0])
 
-    monkeypatch.setattr("peagle.decoding.reference.keep_matches", keep_one_too_many)
+    monkeypatch.setattr("peagle.decoding.reference.keep_matches", keep_all)
     result = peagle(*quick, "--json")
     assert result.status == 1 and result.json["lossless"] is False
     first = result.json["comparisons"][0]
