@@ -134,14 +134,14 @@ class CellResult:
     steady_tokens_per_second: float | None = None
     """throughput while the batch was full; None if the engine does not count tokens"""
     acceptance: Acceptance | None = None
-    num_verified: int = 0
-    """draft tokens that were verified"""
     step: StepSplit | None = None
     memory_bytes: int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     comparison: Comparison | None = None
     failure: str | None = None
+    num_verified: int = 0
+    """draft tokens that were verified"""
 
     @property
     def num_tokens(self) -> int:
