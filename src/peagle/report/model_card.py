@@ -143,7 +143,7 @@ def _acceptance(card: DrafterCard) -> Section:
         if by_length:
             tables.append(Table(f"Acceptance length by tokens of the {what}", ("set", *spans), by_length))
     text = [
-        "The acceptance length is the number of tokens that a step emits: accepted drafts and one token of the target. "
+        "The acceptance length is the number of tokens per step: the accepted drafts plus one token of the target. "
         f"The drafter learned from texts of up to {card.max_length:,} tokens; expect less on longer and on other texts."
     ]
     return Section("Acceptance", text, (), tables)

@@ -5,8 +5,8 @@ accepted if the likeliest ones are verified: the sum of their probabilities, cor
 lately. Measured step times say what a pass of that size costs. The best size has the most tokens per second; without
 drafts the drafter does not run at all.
 
-On a GPU the host prepares the next step while the device runs this one. Where the host needs longer, for large batches
-of small models, a step takes as long as the host: then drafts are free up to that time.
+On a GPU the host prepares the next step while the device runs this one. With large batches of small models the host is
+the bottleneck. The time per step is then the host's, and drafts that fit into it are free.
 
 On a GPU the host chooses before it has seen the drafts, so it takes their average. On a CPU it knows them. Then a pass
 verifies more drafts in steps where the drafter is sure, and fewer where it is not: a further draft must bring tokens
