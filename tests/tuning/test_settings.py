@@ -36,13 +36,22 @@ def test_the_file_reads_back_and_says_where_it_comes_from(file):
             ["name"],
             "--target acme/model --num-draft-tokens 5 --drafter D --env SM_VLLM_MAX_NUM_SEQS=32",
         ),
-        ("deploy sagemaker", ["name", "--env", "A=1"], "--target acme/model --num-draft-tokens 5 --drafter D"),
+        (
+            "deploy sagemaker",
+            ["name", "--env", "SM_VLLM_MAX_NUM_SEQS=4"],
+            "--target acme/model --num-draft-tokens 5 --drafter D",
+        ),
     ],
 )  # fmt: skip
 def test_a_command_gets_the_options_that_it_does_not_give(file, command, argv, words):
     argv = [*argv, "--settings", str(file)]
     expected = ['a "drafter"' if word == "D" else word for word in words.split()]
     assert with_settings(argv, command) == [*argv, *expected]
+
+
+def test_the_batch_limit_joins_the_variables_that_are_given(file):
+    words = with_settings(["name", "--env", "A=1", "--settings", str(file)], "deploy sagemaker")
+    assert words[:4] == ["name", "--env", "SM_VLLM_MAX_NUM_SEQS=32", "A=1"] and words.count("--env") == 1
 
 
 def test_vllms_own_options_stay_behind_the_dashes(file):

@@ -15,6 +15,7 @@ from peagle.config import from_toml
 from peagle.errors import ConfigError
 
 FLAG = "--settings"
+SEQS = "SM_VLLM_MAX_NUM_SEQS="
 Command = Literal["serve", "deploy vllm", "deploy sagemaker"]
 
 
@@ -121,6 +122,10 @@ def _placed(command: Command, ours: list[str], added: list[str], limit: int | No
             ours, added = [added[at + 1], *ours], added[:at] + added[at + 2 :]
         if limit is not None and not any(word.startswith("--max-num-seqs") for word in rest):
             rest = [*(rest or ["--"]), "--max-num-seqs", str(limit)]
-    elif command == "deploy sagemaker" and limit is not None and "--env" not in ours:
-        added = [*added, "--env", f"SM_VLLM_MAX_NUM_SEQS={limit}"]
+    elif command == "deploy sagemaker" and limit is not None and not any(word.startswith(SEQS) for word in ours):
+        if "--env" in ours:
+            at = ours.index("--env") + 1
+            ours = [*ours[:at], f"{SEQS}{limit}", *ours[at:]]
+        else:
+            added = [*added, "--env", f"{SEQS}{limit}"]
     return [*ours, *added, *rest]
