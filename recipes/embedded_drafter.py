@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-batch", type=int, default=None, help="default: 1024 on a GPU, 16 on a CPU")
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--max-answer-tokens", type=int, default=1024)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.0, 0.7, 1.0], help="of the answers")
     parser.add_argument("--kinds", default=None, help="share of each kind of text, as in `peagle data synthesize`")
     parser.add_argument("--strict", action="store_true", help="drop truncated and looping answers")
     parser.add_argument("--settings", nargs="*", default=[], metavar="NAME=JSON", help="of TrainConfig")
@@ -78,6 +79,7 @@ def write_training_text(target: HFTarget, arguments: argparse.Namespace) -> None
     config = SynthesisConfig(
         max_length=arguments.max_length,
         max_answer_tokens=arguments.max_answer_tokens,
+        temperatures=tuple(arguments.temperatures),
         kinds=arguments.kinds,
         keep_cut=not arguments.strict,
         keep_loops=not arguments.strict,

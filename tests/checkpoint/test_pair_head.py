@@ -14,6 +14,7 @@ from harness.pair_heads import random_head
 from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.checkpoint import speculators, vllm
 from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.checkpoint.pair_head import as_stored
 from peagle.compare.evidence import fingerprints, own_tensors
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
@@ -48,7 +49,10 @@ def test_a_head_comes_back_and_the_weights_are_those_of_a_drafter_without(
     loaded = load_drafter(save(drafter, target, tmp_path / "with"), target)
     assert drafter.pair_head is not None and loaded.pair_head is not None and loaded.pair_head.rank == 3
     for name, table in drafter.pair_head.state_dict().items():
-        assert torch.equal(loaded.pair_head.state_dict()[name], table)
+        loaded_table = loaded.pair_head.state_dict()[name]
+        assert torch.equal(loaded_table, as_stored(drafter.pair_head).state_dict()[name])
+        assert ((loaded_table - table).abs() <= table.abs().amax(1, keepdim=True) / 127).all()
+        assert torch.equal(loaded_table, as_stored(loaded.pair_head).state_dict()[name])
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     save(drafter.without_pair_head(), target, tmp_path / "without")
     assert not (tmp_path / "without" / NAME).exists()
@@ -65,25 +69,31 @@ def test_saving_a_drafter_without_a_head_removes_the_earlier_one(
     assert load_drafter(tmp_path, target).pair_head is None
 
 
+def table(num_tokens: int, rank: int = 3) -> torch.Tensor:
+    return torch.zeros(num_tokens, rank, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        ({"left": table(287)}, r"'left' has shape \[287, 3\], but .* \[288, 3\]"),
+        ({"right": table(288, 4)}, r"'right' has shape \[288, 4\].* require \[288, 3\]"),
+        ({"left": table(288, 0), "right": table(288, 0)}, r"'left' has shape \[288, 0\]"),
+        ({"left": table(288)[:, 0]}, r"'left' has shape \[288\]"),
+        ({"right": torch.zeros(288, 3)}, "'right' must be torch.int8, found torch.float32"),
         (
-            {"left": torch.zeros(287, 3), "right": torch.zeros(288, 3)},
-            r"'left' has shape \[287, 3\], but .* \[288, 3\]",
+            {"more": table(1)},
+            "must hold the tensors left, left_scale, right, right_scale, found left, left_scale, more",
         ),
-        ({"left": torch.zeros(288, 3), "right": torch.zeros(288, 4)}, r"'right' has shape \[288, 4\].* rank 3 ask for"),
-        ({"left": torch.zeros(288, 0), "right": torch.zeros(288, 0)}, r"'left' has shape \[288, 0\]"),
-        ({"left": torch.zeros(288), "right": torch.zeros(288)}, r"'left' has shape \[288\]"),
-        ({"left": torch.zeros(288, 3)}, "must hold the tensors left and right, found left"),
-        ({"left": torch.zeros(288, 3), "right": torch.full((288, 3), float("nan"))}, "'right' holds NaN"),
+        ({"right_scale": torch.ones(287, 1)}, r"'right_scale' has shape \[287, 1\]"),
+        ({"right_scale": torch.full((288, 1), float("nan"))}, "'right_scale' holds NaN"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(
     target: HFTarget, drafter: Drafter, tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
 ) -> None:
     save(drafter, target, tmp_path)
-    save_file(tensors, tmp_path / NAME)
+    save_file(load_file(tmp_path / NAME) | {name: part.contiguous() for name, part in tensors.items()}, tmp_path / NAME)
     with pytest.raises(CheckpointError, match=message) as error:
         load_drafter(tmp_path, target)
     assert NAME in error.value.message and "delete it to serve the drafter without" in str(error.value.hint)

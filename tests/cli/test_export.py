@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.checkpoint.native import load_drafter
+from peagle.checkpoint.pair_head import stored_tables
+from peagle.drafter.pair_head import PairHead
 from peagle.targets.load import load_target
 
 
@@ -31,8 +33,8 @@ def test_the_directory_loads_again_and_drafts_the_same(peagle, given, tmp_path, 
 
 def test_a_pair_head_is_left_out_with_a_word(peagle, given, tmp_path):
     shutil.copytree(given[0], tmp_path / "paired")
-    tables = {"left": torch.ones(288, 2), "right": torch.ones(288, 2)}
-    save_file(tables, tmp_path / "paired" / "pair_head.safetensors")
+    head = PairHead(torch.ones(288, 2), torch.ones(288, 2))
+    save_file(stored_tables(head), tmp_path / "paired" / "pair_head.safetensors")
     result = peagle("export", tmp_path / "paired", *given[1:], "--output", tmp_path / "out")
     assert result.status == 0 and "leaving out the pair head of rank 2, which only peagle reads" in result.err
     assert not (tmp_path / "out" / "pair_head.safetensors").exists()

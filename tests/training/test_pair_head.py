@@ -90,7 +90,7 @@ def test_the_drafter_is_the_earlier_one_with_a_head_beside_it(target, earlier, f
     before, after = (load_file(directory / WEIGHTS) for directory in (earlier, config.output))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     stored = load_file(config.output / HEAD)
-    assert {name: list(table.shape) for name, table in stored.items()} == {"left": [288, RANK], "right": [288, RANK]}
+    assert [list(stored[name].shape) for name in ("left", "right")] == [[288, RANK], [288, RANK]]
     loaded = load_drafter(config.output, target)
     assert torch.equal(loaded.pair_head.left, drafter.pair_head.left)
 

@@ -32,7 +32,7 @@ from peagle.checkpoint.layouts import (
     read_tensors,
     weights_files,
 )
-from peagle.checkpoint.pair_head import read_pair_head
+from peagle.checkpoint.pair_head import read_pair_head, stored_tables
 from peagle.checkpoint.pairing import HOLDS, check_complete, check_sizes
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
@@ -94,7 +94,7 @@ def write_directory(
     """
     weights = {WEIGHTS_NAME: tensors}
     if pair_head is not None:
-        weights[PAIR_HEAD_NAME] = dict(pair_head.state_dict())
+        weights[PAIR_HEAD_NAME] = stored_tables(pair_head)
     directory.mkdir(parents=True, exist_ok=True)
     _finish_save(directory)
     scratch = Path(tempfile.mkdtemp(dir=directory, prefix=SCRATCH_PREFIX))

@@ -17,6 +17,7 @@ import torch
 from peagle.checkpoint.card import DrafterCard, TargetIdentity, pair_head_of
 from peagle.checkpoint.layouts import WEIGHTS_NAME
 from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.checkpoint.pair_head import as_stored
 from peagle.compare.acceptance import baseline_after_training
 from peagle.compare.evidence import record
 from peagle.data.conversations import Conversation
@@ -174,7 +175,7 @@ def _as_served(target: HFTarget, drafter: Drafter) -> Drafter:
     served = Drafter(drafter.config, target.embedding_VD, target.head_VD).to(target.device)
     served.load_state_dict(whole_state(drafter.without_pair_head().state_dict()))
     if drafter.pair_head is not None:
-        served.pair_head = PairHead(*(table_UR.detach() for table_UR in drafter.pair_head.tables()))
+        served.pair_head = as_stored(PairHead(*(table_UR.detach() for table_UR in drafter.pair_head.tables())))
     return served.to(torch.bfloat16).to(target.dtype).eval().requires_grad_(False)
 
 
