@@ -1,5 +1,6 @@
 """Compiling parts of a step, and capturing whole steps as CUDA graphs."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from peagle.kernels import skinny_linear
@@ -14,6 +16,8 @@ from peagle.kernels.compiler import compiled
 from peagle.kernels.skinny_linear import join_sums
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,32 @@ class CaptureError(RuntimeError):
 
 
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any batch size. A function has few variants: 0, 1 or more rows, kinds of layers."""
-    return compiled(function, dynamic=True)
+    """Compile for any batch size. A function has few variants: 0, 1 or more rows, kinds of layers.
+
+    If the compiler fails, as on combined kernels that sort a few tokens by expert (torch 2.11), the function falls back
+    to kernels of its own, then to eager code, with one warning each.
+    """
+    fast, name = compiled(function, dynamic=True), getattr(function, "__qualname__", repr(function))
+
+    def separate(*args: Any, **kwargs: Any) -> Any:
+        with torch._inductor.config.patch(combo_kernels=False):
+            return fast(*args, **kwargs)
+
+    ways = [(fast, "uncombined kernels"), (separate, "eager code"), (function, "")]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            way, next_way = ways[0]
+            try:
+                return way(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if not next_way:
+                    raise
+                reason = str(error.inner_exception).strip().partition("\n")[0]
+                log.warning("torch.compile fails on %s (%s); falling back to %s", name, reason, next_way)
+                ways.pop(0)
+
+    return run
 
 
 class JoinSums(CustomGraphPass):
