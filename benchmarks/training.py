@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from peagle.bench.bandwidth import dummy_target
 from peagle.checkpoint.card import read_card
 from peagle.data.conversations import Conversation
 from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.targets.shapes import dummy_target
 from peagle.training.distributed import World
 from peagle.training.features import features_for
 from peagle.training.initial_drafter import check_initial_drafter, initial_drafter

@@ -1,4 +1,4 @@
-"""The limit of the memory: what a step must read, how fast it can be read, and targets of random weights."""
+"""The limit of the memory: what a step must read, how fast it can be read."""
 
 import json
 
@@ -7,17 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from peagle.bench import bandwidth
-from peagle.bench.bandwidth import (
-    SHAPES,
-    bandwidth_report,
-    dummy_target,
-    measure_bandwidth,
-    random_prompts,
-    read_shape,
-    weight_bytes_per_step,
-)
+from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts, weight_bytes_per_step
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
-from peagle.errors import CapacityError, ConfigError
+from peagle.targets.shapes import dummy_target
 
 TINY = {
     "model_type": "llama",
@@ -93,53 +85,6 @@ def test_the_fraction_is_the_limit_over_the_step(config_file):
         "step_ms": 2.0,
         "fraction_of_limit": 0.5,
     }
-
-
-def test_a_dummy_target_is_made_in_the_dtype_and_any_token_has_a_text(config_file):
-    target = dummy_target(config_file, dtype="bfloat16", device="cpu")
-    assert target.dtype == torch.bfloat16 and target.vocab_size == 50 and target.name == "tiny (random weights)"
-    assert target.forward(torch.tensor([[1, 2, 3]])).logits_BTV.isfinite().all()
-    assert isinstance(target.tokenizer.decode([7, 49]), str)
-
-
-def test_weights_that_cannot_fit_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr("peagle.host_memory.available_bytes", lambda: 10 << 30)
-    with pytest.raises(CapacityError, match=r"llama-8b take 15\.0 GiB, but cpu has 10\.0 GiB") as caught:
-        dummy_target("llama-8b", dtype="bfloat16", device="cpu")
-    assert "smaller shape" in caught.value.hint
-
-
-def test_named_shapes_are_the_published_sizes():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {}
-    for name, settings in SHAPES.items():
-        with torch.device("meta"):
-            settings = dict(settings)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
-        sizes[name] = round(sum(parameter.numel() for parameter in model.parameters()) / 1e6)
-    assert sizes == {"llama-8b": 8030, "llama-1b": 1236, "smollm2-135m": 135}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not valid JSON"),
-        ("[]", "has no model_type"),
-        ('{"model_type": "nonesuch"}', "cannot build a causal LM"),
-    ],
-)
-def test_a_config_that_is_none_is_refused(tmp_path, content, message):
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        dummy_target(str(path), device="cpu")
-
-
-def test_an_unknown_shape_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match="no shape 'llama-8'") as caught:
-        read_shape("llama-8")
-    assert "did you mean 'llama-8b'?" in caught.value.hint
 
 
 def test_random_prompts_are_the_same_every_time_and_differ_from_each_other():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from harness.tiny_models import tiny_target
-from peagle.bench.bandwidth import dummy_target
 from peagle.objective.config import TrainConfig
+from peagle.targets.shapes import dummy_target
 from peagle.training.run import train_drafter
 
 pytestmark = [

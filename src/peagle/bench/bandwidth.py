@@ -4,15 +4,12 @@ A decode step reads every weight it uses once, so it takes at least weight bytes
 measured in the same run.
 """
 
-import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import CellResult, rounded
-from peagle.errors import CapacityError, ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -25,91 +22,6 @@ PROMPT_TOKENS = 128
 BUFFER_BYTES = {"cuda": 4 << 30, "cpu": 512 << 20}
 """far larger than any cache"""
 MEASURED_SECONDS = 0.5
-
-_LLAMA = {
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    # Llama 3.1 8B and Llama 3.2 1B
-    "llama-8b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    "llama-1b": _LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    # the built-in target
-    "smollm2-135m": _LLAMA
-    | {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "tie_word_embeddings": True,
-    },
-}
-
-
-def read_shape(name: str) -> dict[str, Any]:
-    """The config for --dummy: a named shape, or a config.json."""
-    if name in SHAPES:
-        return SHAPES[name]
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"no shape {name!r}: neither a known name nor a file",
-            hint=f"{nearest(name, SHAPES)} or pass a model's config.json",
-        )
-    try:
-        settings = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}", hint="pass a model's config.json") from error
-    if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ConfigError(f"{path} has no model_type", hint="pass the config.json of a transformers causal LM")
-    return settings
-
-
-def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto") -> "HFTarget":
-    """A target with random weights, created on the device; refused if it does not fit."""
-    import torch
-    from tokenizers import Tokenizer, models
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    from peagle.host_memory import available_bytes
-    from peagle.targets.hf import HFTarget
-    from peagle.targets.load import choose_device, choose_dtype
-
-    settings = dict(read_shape(name))
-    model_type = settings.pop("model_type")
-    chosen_device = choose_device(device)
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-        with torch.device("meta"):
-            empty: Any = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers may raise anything for an inconsistent config
-        raise ConfigError(
-            f"transformers cannot build a causal LM from {name}: {error}", hint="pass the config of a text model"
-        ) from error
-    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
-    chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
-    num_bytes = num_parameters * chosen_dtype.itemsize
-    room = torch.cuda.mem_get_info(chosen_device)[0] if chosen_device.type == "cuda" else available_bytes()
-    if num_bytes > room:
-        raise CapacityError(
-            f"the weights of {name} take {num_bytes / 2**30:.1f} GiB, but {chosen_device} has {room / 2**30:.1f} GiB",
-            hint="choose a smaller shape, or --dtype bfloat16",
-        )
-    with torch.device(chosen_device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype)
-    one_token = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=one_token, unk_token="?", clean_up_tokenization_spaces=False)
-    return HFTarget(model, tokenizer, name=f"{Path(name).stem} (random weights)")
 
 
 def random_prompts(vocab_size: int, num_prompts: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:

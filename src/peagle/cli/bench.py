@@ -221,7 +221,8 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
     """Like `run_workload`, with plain decoding on random weights; the facts include the bandwidth."""
-    from peagle.bench.bandwidth import bandwidth_report, dummy_target, measure_bandwidth, random_prompts
+    from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
+    from peagle.targets.shapes import dummy_target
 
     assert arguments.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
