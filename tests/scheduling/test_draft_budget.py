@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.scheduling.draft_budget import PROBE_EVERY, WARM_UP, Choice, DraftBudget, DraftCurve
+from peagle.scheduling.draft_budget import (
+    INDEPENDENT,
+    PROBE_EVERY,
+    PROBE_STEPS,
+    WARM_UP,
+    Choice,
+    DraftBudget,
+    DraftCurve,
+)
 
 LIKELY = DraftCurve((1, 2, 3, 4), (0.9, 1.7, 2.4, 3.0))
 UNLIKELY = DraftCurve((1, 2, 3, 4), (0.1, 0.11, 0.12, 0.12))
@@ -32,7 +40,39 @@ def test_drafting_stops_only_when_enough_was_seen_and_is_tried_again_at_times() 
     assert observed(DEAR, UNLIKELY, WARM_UP - 1).choose(1, 1, 1).num_tokens == 2
     budget = observed(DEAR, UNLIKELY)
     chosen = [budget.choose(1, 1, 1).num_tokens for _ in range(2 * PROBE_EVERY)]
-    assert chosen.count(2) == 2 and chosen.count(1) == 2 * PROBE_EVERY - 2
+    assert chosen.count(2) == 2 * PROBE_STEPS and chosen.count(1) == 2 * (PROBE_EVERY - PROBE_STEPS)
+    assert chosen[PROBE_EVERY - PROBE_STEPS : PROBE_EVERY] == [2] * PROBE_STEPS, "a few steps in a row"
+
+
+def test_a_burst_of_hard_drafts_does_not_stop_drafting_in_a_large_batch() -> None:
+    """Sixty requests begin their answers at the same time, where drafts are unlikely for some steps."""
+    seconds = {64: 1.0, 128: 1.5}
+    budget = DraftBudget({64: seconds}.__getitem__)
+    for _ in range(WARM_UP):
+        budget.observe(LIKELY.scaled(60), num_requests=60)
+    for _ in range(20):
+        budget.observe(UNLIKELY.scaled(60), num_requests=60)
+    assert budget.choose(64, 60, 60).num_tokens == 128
+    for _ in range(200):
+        budget.observe(UNLIKELY.scaled(60), num_requests=60)
+    assert budget.choose(64, 60, 60).num_tokens == 64
+
+
+def test_the_first_steps_of_a_large_batch_do_not_stop_drafting() -> None:
+    budget = DraftBudget({64: {64: 1.0, 128: 1.5}}.__getitem__)
+    chosen = []
+    for _ in range(WARM_UP // INDEPENDENT):
+        chosen.append(budget.choose(64, 60, 60).num_tokens)
+        budget.observe(UNLIKELY.scaled(60), num_requests=60)
+    assert set(chosen) == {128} and budget.choose(64, 60, 60).num_tokens == 64
+
+
+def test_new_requests_draft_beside_paused_ones_where_drafting_pays_for_all() -> None:
+    """One draft of a request pays a third of what a pass with drafts costs more, those of all requests pay."""
+    budget = observed({4: 1.0, 8: 1.5}, DraftCurve((1,), (0.8,)))
+    assert budget.choose(4, 4, num_drafting=1).num_tokens == 4
+    assert budget.choose(4, 4, num_drafting=1, num_paused=3).num_tokens == 8
+    assert budget.choose(4, 4, num_drafting=1, num_paused=3).num_expected == pytest.approx(0.8)
 
 
 def test_drafts_that_are_accepted_less_than_expected_lose_weight() -> None:
@@ -91,11 +131,11 @@ def test_known_drafts_get_more_of_a_pass_where_they_are_likely_and_less_where_th
     """On average 2.2 tokens in 2 s with one draft; a further token must then cost less than 0.9 s."""
     budget = observed({1: 1.5, 2: 2.0, 4: 3.0}, DraftCurve((1, 3), (0.7, 0.8)))
     known = [DraftCurve((1, 3), sums) for sums in ((0.95, 2.6), (0.5, 0.6))]
-    assert [budget.choose(1, 1, 1, drafts).num_tokens for drafts in known] == [4, 2]
-    assert budget.choose(1, 1, 1, known[0]).num_expected == pytest.approx(2.6)
+    assert [budget.choose(1, 1, 1, drafts=drafts).num_tokens for drafts in known] == [4, 2]
+    assert budget.choose(1, 1, 1, drafts=known[0]).num_expected == pytest.approx(2.6)
     assert budget.choose(1, 1, 1).num_tokens == 2
 
 
 def test_before_any_observation_known_drafts_decide() -> None:
     budget = DraftBudget({1: {1: 1.0, 2: 1.1, 4: 9.0}}.__getitem__)
-    assert budget.choose(1, 1, 1, DraftCurve((1, 3), (0.9, 2.0))).num_tokens == 2
+    assert budget.choose(1, 1, 1, drafts=DraftCurve((1, 3), (0.9, 2.0))).num_tokens == 2

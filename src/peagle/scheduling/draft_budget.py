@@ -44,14 +44,17 @@ log = logging.getLogger(__name__)
 
 MEMORY = 0.998
 """weight of the past per request and step, in the averages of probabilities and of accepted drafts"""
+INDEPENDENT = 8
+"""requests of one step that count at most: a burst of prompts is at the same place of all answers, and the first tokens
+of answers are hard to draft"""
 PRIOR = 8.0
 """drafts that are taken as accepted as expected before the first step"""
 WARM_UP = 256
-"""drafts of requests to observe before drafting may stop"""
+"""drafts of requests to observe before drafting may stop; 32 steps of a large batch"""
 HOST_WEIGHT = 0.1
 """weight of the newest step in the host's time per step"""
-PROBE_EVERY = 64
-"""while drafting does not pay, every 64th step verifies drafts, to see whether they pay now"""
+PROBE_EVERY, PROBE_STEPS = 128, 8
+"""while drafting does not pay, the last 8 of 128 choices verify drafts, to see whether they pay now"""
 
 
 class DraftCurve(NamedTuple):
@@ -117,13 +120,13 @@ class DraftBudget:
     def observe(self, curve: DraftCurve, num_requests: int) -> None:
         """Take the drafts of `num_requests` requests into account."""
         own = curve.scaled(1 / num_requests)
-        self._average = own if self._average is None else own.mixed(self._average, MEMORY**num_requests)
-        self._num_observed += num_requests
+        self._average = own if self._average is None else own.mixed(self._average, _weight(num_requests))
+        self._num_observed += min(num_requests, INDEPENDENT)
 
     def observe_accepted(self, num_accepted: int, choice: Choice) -> None:
         """Take the accepted drafts of a pass into account."""
         if choice.num_expected is not None:
-            weight = MEMORY**choice.num_drafting
+            weight = _weight(choice.num_drafting)
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
@@ -132,10 +135,19 @@ class DraftBudget:
         before = self._host_seconds.setdefault(batch, seconds)
         self._host_seconds[batch] = before + HOST_WEIGHT * (min(seconds, 2 * before) - before)
 
-    def choose(self, batch: int, num_requests: int, num_drafting: int, drafts: DraftCurve | None = None) -> Choice:
+    def choose(
+        self,
+        batch: int,
+        num_requests: int,
+        num_drafting: int,
+        num_paused: int = 0,
+        drafts: DraftCurve | None = None,
+    ) -> Choice:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
 
-        `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known.
+        `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known. Whether
+        drafting pays at all is decided as if the `num_paused` requests drafted, too: new requests take their place, and
+        alone these would never pay.
         """
         host_seconds = self._host_seconds.get(batch, 0.0)
         seconds = {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
@@ -143,13 +155,17 @@ class DraftBudget:
         if average is None:
             return Choice(max(seconds), num_drafting)
         sizes = [size for size in seconds if size > batch]
-        rates = {size: (num_requests + self.honesty * average.expected(size - batch)) / seconds[size] for size in sizes}
-        size = max(rates, key=lambda size: rates[size])
-        rate = rates[size]
+
+        def rate_of(size: int, curve: DraftCurve) -> float:
+            return (num_requests + self.honesty * curve.expected(size - batch)) / seconds[size]
+
+        size = max(sizes, key=lambda size: rate_of(size, average))
         if drafts is not None:
-            own = drafts
-            size = max(sizes, key=lambda size: self.honesty * own.expected(size - batch) - rate * seconds[size])
+            own, average_rate = drafts, rate_of(size, average)
+            size = max(sizes, key=lambda size: self.honesty * own.expected(size - batch) - average_rate * seconds[size])
         best = Choice(size, num_drafting, (drafts or average).expected(size - batch))
+        everyone = average.scaled((num_drafting + num_paused) / num_drafting)
+        rate = max(rate_of(size, everyone) for size in sizes)
         if self._num_observed < WARM_UP or rate > num_requests / seconds[batch]:
             return best
         self._num_plain += 1
@@ -161,4 +177,9 @@ class DraftBudget:
                 rate,
                 num_requests / seconds[batch],
             )
-        return best if self._num_plain % PROBE_EVERY == 0 else Choice(batch)
+        return best if (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS else Choice(batch)
+
+
+def _weight(num_requests: int) -> float:
+    """The weight of the past beside a step of `num_requests`."""
+    return MEMORY ** min(num_requests, INDEPENDENT)

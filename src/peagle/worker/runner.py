@@ -348,7 +348,8 @@ class Runner:
         if self.budget is None:
             most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most))
-        choice = self.budget.choose(size, len(requests), len(drafting), self._known_drafts(drafting))
+        num_paused = sum(request.is_paused for request in requests)
+        choice = self.budget.choose(size, len(requests), len(drafting), num_paused, self._known_drafts(drafting))
         if choice.num_tokens == size:
             for request in drafting:
                 request.is_paused = True
