@@ -38,6 +38,7 @@ FLOORS = {
     "drafter": 4,
     "cost": 4,
     "targets": 3,
+    "experts": 3,
     "kernels": 2,
     "dialects": 2,
     "config": 1,

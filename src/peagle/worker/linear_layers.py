@@ -1,7 +1,7 @@
 """Linear layers of both models, prepared for the few tokens of a decode step, and restored afterwards.
 
-On a GPU, layers that read the same input are joined with each other and with the gates behind them. On a CPU they are
-joined and their weights packed.
+On a GPU, layers that read the same input are joined with each other and with the gates behind them, and experts are
+computed by our kernels. On a CPU layers are joined and their weights packed.
 
 Shapes: V vocabulary, D model width.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.drafter.model import Drafter
+from peagle.experts.fused import fuse_experts
 from peagle.kernels.joined_linear import join_linears, joined_groups, part_linears
 from peagle.kernels.linear import PackedLinear, pack_linears, unpack_linears
 from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
@@ -40,6 +41,7 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
             steps.append(partial(use_plain_linears, model))
             use_skinny_linears(model)
             steps.append(fuse(model))
+        steps.append(fuse_experts(target.model))
     except BaseException:
         undo()
         raise
