@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from harness.model_families import family_target
 from peagle.experts import fused
 from peagle.experts.fused import FusedExperts, fuse_experts
+from peagle.worker.linear_layers import join_models
 
 product_triton = pytest.importorskip("peagle.experts.product_triton", reason="needs triton", exc_type=ImportError)
 
@@ -97,6 +98,15 @@ def test_a_model_with_fused_experts_has_the_logits_of_transformers(family: str, 
     restore()
     assert [type(module) for module in target.model.modules()] == kinds
     assert torch.equal(target.forward(ids).logits_BTV, expected)
+
+
+def test_an_engine_on_a_gpu_fuses_experts_and_gives_them_back() -> None:
+    target = family_target("gpt-oss")
+    kinds = [type(module) for module in target.model.modules()]
+    undo = join_models(target, None)  # the modules are prepared in the same way on a CPU
+    assert sum(isinstance(module, FusedExperts) for module in target.model.modules()) == target.num_layers
+    undo()
+    assert [type(module) for module in target.model.modules()] == kinds
 
 
 def test_on_a_cpu_the_models_own_code_runs() -> None:

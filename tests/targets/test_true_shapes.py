@@ -1,7 +1,7 @@
 """Every architecture of the catalog at its true widths, two layers of random weights, in the captured engine.
 
 Miniatures do not meet the compiler, the kernels and the tiles that the true widths meet. The judge is transformers on
-the same weights: it reads the engine's answers and says how far each token is from its own best one.
+the same weights: it reads the engine's answers and says whether each token is its own best one.
 """
 
 import random
@@ -11,16 +11,19 @@ import torch
 
 from peagle.drafter.create import config_for_target, create_drafter
 from peagle.engine.llm import LLM
+from peagle.experts.fused import FusedExperts, fuse_experts
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.targets.shapes import dummy_target
 
 SHAPES = ("llama-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "gemma-4-31b")
 WINDOWED = ("gpt-oss-20b", "gpt-oss-120b", "gemma-4-31b")
+WITH_EXPERTS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b")
 PROMPT, ANSWER, NUM_DRAFTS = 16, 8, 3
 SETTINGS = {"max_batch": 64, "max_length": 64, "prefill_tokens": 128, "num_pages": 200}
-MAX_REGRET = 0.25
-"""Logits that the engine's token may be below transformers' best one, in bfloat16; logits vary by about 1."""
+LEAST_BEST = 0.7
+"""Share of tokens that must be transformers' best one too, in bfloat16. Random logits have near ties, and a router's
+near tie changes the experts: 0.82 to 1.00 were measured on an H200. A wrong pass finds hardly any of 150,000 tokens."""
 
 
 def two_layers(shape: str, device: str, dtype: str, **others: int) -> HFTarget:
@@ -35,14 +38,15 @@ def prompts_for(target: HFTarget, num_requests: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def largest_regret(target: HFTarget, prompts: list[list[int]], answers: list[list[int]]) -> float:
+def share_of_best(target: HFTarget, prompts: list[list[int]], answers: list[list[int]]) -> float:
+    """How many of the tokens are those that transformers finds best after the same text."""
     ids = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]).to(target.device)
     logits_BAV = target.forward(ids).logits_BTV[:, PROMPT - 1 : -1].float()
     chosen_BA = logits_BAV.gather(-1, ids[:, PROMPT:, None])[..., 0]
-    return (logits_BAV.amax(-1) - chosen_BA).max().item()
+    return (logits_BAV.amax(-1) == chosen_BA).float().mean().item()
 
 
-def check(target: HFTarget, num_drafts: int, sizes: tuple[int, ...], max_regret: float) -> bool:
+def check(target: HFTarget, num_drafts: int, sizes: tuple[int, ...], least: float) -> bool:
     """Decode batches of these sizes, let transformers judge, and return whether steps were captured."""
     drafter = None
     if num_drafts:
@@ -56,10 +60,9 @@ def check(target: HFTarget, num_drafts: int, sizes: tuple[int, ...], max_regret:
             answers[size] = [list(output.outputs[0].token_ids) for output in outputs]
         is_captured = llm.engine.runner.captured is not None
     for size, found in answers.items():
-        for first in range(0, size, 16):
-            part = slice(first, first + 16)
-            regret = largest_regret(target, prompts_for(target, size)[part], found[part])
-            assert regret <= max_regret, f"{size} requests, {num_drafts} drafts"
+        prompts = prompts_for(target, size)
+        shares = [share_of_best(target, prompts[at : at + 8], found[at : at + 8]) for at in range(0, size, 8)]
+        assert sum(shares) / len(shares) >= least, f"{size} requests, {num_drafts} drafts: {shares}"
     return is_captured
 
 
@@ -68,7 +71,11 @@ def check(target: HFTarget, num_drafts: int, sizes: tuple[int, ...], max_regret:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_true_widths_are_captured_and_decode_as_transformers_does(shape: str, num_drafts: int) -> None:
     target = two_layers(shape, "cuda", "bfloat16")
-    assert check(target, num_drafts, (1, 8, 64), MAX_REGRET), "steps are captured"
+    restore = fuse_experts(target.model)
+    num_fused = sum(isinstance(module, FusedExperts) for module in target.model.modules())
+    restore()
+    assert num_fused == (2 if shape in WITH_EXPERTS else 0), "our kernels agree with transformers' experts"
+    assert check(target, num_drafts, (1, 8, 64), LEAST_BEST), "steps are captured"
 
 
 @pytest.mark.slow
@@ -81,7 +88,7 @@ def test_the_check_itself_holds_at_small_widths_on_a_cpu(shape: str) -> None:
     if shape == "qwen3-30b-a3b":
         small |= {"moe_intermediate_size": 32}
     target = two_layers(shape, "cpu", "float32", **small)
-    assert not check(target, NUM_DRAFTS, (1, 3), max_regret=1e-4), "nothing is captured on a CPU"
+    assert not check(target, NUM_DRAFTS, (1, 3), least=1.0), "nothing is captured on a CPU"
     prompts = prompts_for(target, 1)
     wrong = [[5] * ANSWER]
-    assert largest_regret(target, prompts, wrong) > 1e-3, "and it tells wrong answers"
+    assert share_of_best(target, prompts, wrong) < 0.5, "and it tells wrong answers"

@@ -21,7 +21,8 @@ MOST_ROWS = 512
 """Limit in bfloat16. In other dtypes transformers' code waits for the host, which cannot be captured as a graph."""
 MAX_DIFFERENCE = 0.02
 """Relative difference that counts as rounding in half precision."""
-PROBE_ROWS = 4
+PROBES = ((4, 2), (MOST_ROWS, 8))
+"""Rows and experts per row of the probes: the smallest and the largest tiles."""
 
 
 class FusedExperts:
@@ -106,7 +107,8 @@ def _(
 def fuse_experts(root: nn.Module) -> Callable[[], None]:
     """Fuse the experts inside `root` that our kernels can compute. Returns a function that undoes it."""
     fused: list[tuple[nn.Module, type]] = []
-    refused: set[type] = set()
+    problems: dict[tuple[Any, ...], str | None] = {}
+    """by class and shape: layers are alike, so one of them is probed"""
 
     def restore() -> None:
         while fused:
@@ -114,18 +116,19 @@ def fuse_experts(root: nn.Module) -> Callable[[], None]:
 
     for module in list(root.modules()):
         gate = _gate(module)
-        if gate is None or type(module) in refused:
+        if gate is None:
             continue
         original = type(module)
         module.__dict__.update(plain_forward=module.forward, fused_gate=gate, gate_numbers=_gate_numbers(module))
         module.__class__ = _fused_class(original)  # type: ignore[arg-type]  # classes are hashable
-        problem = _problem(module)
-        if problem:
-            log.warning("%s is not fused, which is slower: %s", original.__name__, problem)
-            _restore(module, original)
-            refused.add(original)
-        else:
-            fused.append((module, original))
+        fused.append((module, original))
+        kind = (original, gate, *(weight.shape for weight in module.parameters()))
+        if kind not in problems:
+            problems[kind] = _problem(module)
+            if problems[kind]:
+                log.warning("%s is not fused, which is slower: %s", original.__name__, problems[kind])
+        if problems[kind]:
+            _restore(*fused.pop())
     return restore
 
 
@@ -169,19 +172,22 @@ def _problem(module: nn.Module) -> str | None:
     weight: Tensor = module.down_proj  # type: ignore[assignment]
     num_experts, width = len(weight), weight.shape[2 if module.is_transposed else 1]
     draw = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(PROBE_ROWS, width, generator=draw, device=weight.device).to(weight.dtype)
-    scores = torch.rand(PROBE_ROWS, num_experts, generator=draw, device=weight.device)
-    chosen = scores.topk(min(2, num_experts))
-    rows = x, chosen.indices, chosen.values.to(weight.dtype)
-    if not is_few(x):
-        return None  # on a CPU, where the kernels never run
-    expected = module.plain_forward(*rows).float()  # type: ignore[operator]
-    try:
-        found = module.few_rows(*rows).float()  # type: ignore[operator]
-    except Exception as error:  # Triton may raise anything on a GPU that it was not tried on
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    difference = ((found - expected).norm() / expected.norm()).item()
-    return None if difference <= MAX_DIFFERENCE else f"its output differs by {difference:.1%} on random rows"
+    for num_rows, num_chosen in PROBES:
+        x = torch.randn(num_rows, width, generator=draw, device=weight.device).to(weight.dtype)
+        if not is_few(x):
+            continue  # on a CPU, where the kernels never run
+        scores = torch.rand(num_rows, num_experts, generator=draw, device=weight.device)
+        chosen = scores.topk(min(num_chosen, num_experts))
+        rows = x, chosen.indices, chosen.values.to(weight.dtype)
+        expected = module.plain_forward(*rows).float()  # type: ignore[operator]
+        try:
+            found = module.few_rows(*rows).float()  # type: ignore[operator]
+        except Exception as error:  # Triton may raise anything on a GPU that it was not tried on
+            return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        difference = ((found - expected).norm() / expected.norm()).item()
+        if not difference <= MAX_DIFFERENCE:
+            return f"its output differs by {difference:.1%} on random rows"
+    return None
 
 
 @cache

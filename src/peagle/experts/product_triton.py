@@ -36,13 +36,12 @@ class ExpertTiling(NamedTuple):
 
 
 def expert_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, is_transposed: bool) -> ExpertTiling:
+    """The fastest of those that were tried on an H200, alone in a CUDA graph (docs/decisions/0034-experts.md)."""
     if dtype == torch.float32:
         return ExpertTiling(16, 32, 16, 4, 2)
-    if num_pairs > 16 * num_experts:
-        return ExpertTiling(64, 64, 64, 4, 3)
-    if is_transposed:
-        return ExpertTiling(32, 64, 16, 4, 4)
-    return ExpertTiling(16, 128, 16, 4, 4)
+    if num_pairs > 8 * num_experts:
+        return ExpertTiling(64, 64, 32 if num_pairs <= 24 * num_experts else 64, 4, 4)
+    return ExpertTiling(64, 64, 16, 4, 4) if is_transposed else ExpertTiling(32, 128, 16, 4, 4)
 
 
 def expert_products_triton(
