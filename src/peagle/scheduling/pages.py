@@ -31,7 +31,7 @@ After both requests release it, the first page is cached, and is allocated again
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 from peagle.errors import CapacityError, ConfigError
@@ -171,30 +171,36 @@ class PagePool:
 
     def check_integrity(self, held: Iterable[int] | None = None) -> None:
         """Raise IntegrityError if the pool contradicts itself; `held` lists every page of every holder, if known."""
+        for complaint in self._contradictions(held):
+            raise IntegrityError(f"page pool: {complaint}")
 
-        def require(condition: bool, complaint: str) -> None:
-            if not condition:
-                raise IntegrityError(f"page pool: {complaint}")
-
-        free = Counter([*self._blank, *self._cached])
-        require(self._num_holders[WASTE_PAGE] == 0, "the waste page is held")
-        require(WASTE_PAGE not in free and WASTE_PAGE not in self._key_of_page, "the waste page is in circulation")
+    def _contradictions(self, held: Iterable[int] | None) -> Iterator[str]:
+        counts, free = self._num_holders, Counter([*self._blank, *self._cached])
+        if counts[WASTE_PAGE] != 0:
+            yield "the waste page is held"
+        if WASTE_PAGE in free or WASTE_PAGE in self._key_of_page:
+            yield "the waste page is in circulation"
         for page in range(1, self.num_pages):
-            count = self._num_holders[page]
-            require(count >= 0, f"page {page} has {count} holders")
-            require(free[page] <= 1, f"page {page} is free {free[page]} times")
-            require(not (count and free[page]), f"page {page} is free but has {count} holders")
-            require(bool(count or free[page]), f"page {page} is lost: neither free nor held")
-        for page in self._blank:
-            require(page not in self._key_of_page, f"page {page} is blank but has a key")
-        for page in self._cached:
-            require(page in self._key_of_page, f"page {page} is cached but has no key")
-        require(len(self._key_of_page) == len(self._page_of_key), "pages with a key and keys with a page differ")
+            count, num_free = counts[page], free.get(page, 0)
+            if count < 0:
+                yield f"page {page} has {count} holders"
+            if num_free > 1:
+                yield f"page {page} is free {num_free} times"
+            if count and num_free:
+                yield f"page {page} is free but has {count} holders"
+            if not (count or num_free):
+                yield f"page {page} is lost: neither free nor held"
+        yield from (f"page {page} is blank but has a key" for page in self._blank if page in self._key_of_page)
+        yield from (f"page {page} is cached but has no key" for page in self._cached if page not in self._key_of_page)
+        if len(self._key_of_page) != len(self._page_of_key):
+            yield "pages with a key and keys with a page differ"
         for page, key in self._key_of_page.items():
-            require(self._page_of_key.get(key) == page, f"the key of page {page} does not lead back to it")
-        require(self.reuse or not self._key_of_page, "content is registered though reuse is off")
+            if self._page_of_key.get(key) != page:
+                yield f"the key of page {page} does not lead back to it"
+        if self._key_of_page and not self.reuse:
+            yield "content is registered though reuse is off"
         if held is not None:
             holders = Counter(held)
-            for page in range(self.num_pages):
-                count = self._num_holders[page]
-                require(count == holders[page], f"page {page} counts {count} holders but {holders[page]} hold it")
+            for page, count in enumerate(counts):
+                if count != holders.get(page, 0):
+                    yield f"page {page} counts {count} holders but {holders[page]} hold it"
