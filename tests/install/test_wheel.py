@@ -7,12 +7,13 @@ import subprocess
 import time
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from harness.installed_wheel import Installed
+from harness.tiny_models import tiny_target, write_target
 
 pytestmark = pytest.mark.install
 
@@ -25,9 +26,9 @@ DRY_RUN = (
 RECIPE = "num_layers = 1\nnum_draft_tokens = 2\nmax_length = 64\nbatch_size = 1\nnum_steps = 2\nwarmup_steps = 1\n"
 
 
-def write_prompts(directory: Path) -> Path:
+def write_prompts(directory: Path, prompts: Sequence[str] = ("Name two colors.", "Count to five.")) -> Path:
     path = directory / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Name two colors.", "Count to five.")))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     return path
 
 
@@ -125,10 +126,12 @@ def test_bench_with_its_extra_alone(with_extra: WithExtra) -> None:
 
 
 def test_train_with_its_extra_alone(with_extra: WithExtra) -> None:
+    """On a tiny target: the default model takes most of two minutes, and the other commands run on it."""
     installed = with_extra("train")
-    write_prompts(installed.work)
+    write_target(tiny_target(num_layers=3), installed.work / "target")
+    write_prompts(installed.work, [f"the user {index}" for index in range(8)])
     (installed.work / "recipe.toml").write_text(RECIPE)
-    result = installed.run("train --recipe recipe.toml --data prompts.jsonl --output drafter")
+    result = installed.run("train --target target --recipe recipe.toml --data prompts.jsonl --output drafter")
     assert "holds prompts: the target answers them first" in result.stderr
     assert "is not installed" not in result.stderr
     assert (installed.work / "drafter" / "model.safetensors").is_file()

@@ -173,14 +173,19 @@ make_environments() {
     make_environment evaluators "$EVALUATORS_VENV" "$EVALUATORS_PINS"
 }
 
-# Lane 1: transformers while lane 2 makes the environments, then speculators.
-compare_with_others() {
+# Lane 1: transformers while lane 2 makes the environments, then speculators, and the control on vLLM. The lanes are of
+# about equal length.
+compare_with_speculators() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
         compare "drafters that speculators trained" "$PYTHON" tests/parity/compare_speculators_trained.py \
             "${both[@]}" --json runs/parity/speculators_trained.json
         compare "drafters written for speculators and vLLM" "$PYTHON" tests/parity/compare_speculators_export.py \
             "${both[@]}" --json runs/parity/speculators_export.json
+        compare "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py \
+            --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
+            --drafter src/peagle/assets/smollm2-135m-instruct-eagle3 \
+            --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
     fi
     compare speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
         --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
@@ -190,17 +195,13 @@ compare_with_others() {
 }
 
 # Lane 2: the environments, then vLLM. Seven prompts of all kinds, 64 tokens each, for the shipped drafter: some 1,400
-# draft tokens are compared. All prompts for another drafter. The gate and the clients follow, for lanes of equal length.
+# draft tokens are compared. All prompts for another drafter. Then the server, the gate and the clients.
 compare_with_vllm() {
     local some=()
     if (($# == 0)); then some=(--num-prompts 7 --max-tokens 64); fi
     compare vllm "$PYTHON" tests/parity/compare_vllm.py --self-test "${some[@]}" \
         --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm.json "$@"
     if (($# == 0)); then
-        compare "vllm, the EAGLE-3 control" "$PYTHON" tests/parity/compare_vllm.py \
-            --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
-            --drafter src/peagle/assets/smollm2-135m-instruct-eagle3 \
-            --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
         compare "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
         compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
@@ -237,7 +238,7 @@ until [[ -s $ready ]]; do
     kill -0 "$vllm_lane" 2>/dev/null || break # wait below reports it
     sleep 1
 done
-if [[ -s $ready ]]; then compare_with_others "$@" || status=1; fi
+if [[ -s $ready ]]; then compare_with_speculators "$@" || status=1; fi
 wait "$vllm_lane" || status=1
 
 if ((status == 0)); then say "parity holds"; else say "parity DOES NOT HOLD"; fi

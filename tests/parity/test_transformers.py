@@ -24,7 +24,7 @@ from peagle.tokenizer import render_chat
 
 pytestmark = pytest.mark.parity
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text())
 
 
