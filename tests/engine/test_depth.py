@@ -28,6 +28,11 @@ def answers(target: HFTarget) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
+def sampled_answers(target: HFTarget) -> list[tuple[int, ...]]:
+    return [answer(target, prompt, SAMPLED) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
 def drafter(target: HFTarget, answers: list[tuple[int, ...]]) -> Drafter:
     """Trained on the very answers, so that whole drafts are accepted at times."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, answers, strict=True)]
@@ -37,7 +42,11 @@ def drafter(target: HFTarget, answers: list[tuple[int, ...]]) -> Drafter:
 @pytest.mark.parametrize("tree", [None, 40, 62])
 @pytest.mark.parametrize("settings", [{"page_size": 3}, TIGHT])
 def test_drafts_of_32_tokens_change_no_answer(
-    answers: list[tuple[int, ...]], target: HFTarget, drafter: Drafter, tree: int | None, settings: dict[str, Any]
+    answers: list[tuple[int, ...]],
+    sampled_answers: list[tuple[int, ...]],
+    drafter: Drafter,
+    tree: int | None,
+    settings: dict[str, Any],
 ) -> None:
     config = EngineConfig(max_length=120, tree_nodes=tree, **settings)
     engine = Engine(family_target("llama", seed=3), drafter, DEPTH, config)
@@ -45,8 +54,7 @@ def test_drafts_of_32_tokens_change_no_answer(
     outputs = run(engine)
     stats = engine.stats()
     engine.close()
-    expected = [*answers, *(answer(target, prompt, SAMPLED) for prompt in PROMPTS)]
-    assert [outputs[name].outputs[0].token_ids for name in names] == expected
+    assert [outputs[name].outputs[0].token_ids for name in names] == [*answers, *sampled_answers]
     assert 0 < stats.accepted_per_position[DEPTH // 2] < stats.num_drafts
     assert (settings is not TIGHT) or stats.num_preemptions > 0
 

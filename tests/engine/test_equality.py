@@ -79,7 +79,7 @@ class Case:
     @cached_property
     def parallel(self) -> Drafter:
         texts = [prompt + answer for prompt, answer in zip(PROMPTS, self.answers, strict=True)]
-        return trained_drafter(self.target, [text for text in texts if len(text) > MAX_TOKENS])
+        return trained_drafter(self.target, [text for text in texts if len(text) > MAX_TOKENS], num_steps=50)
 
     def drafter(self, method: str) -> Drafter | None:
         if method == "none":

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, PROMPTS, answer, drafting, practised_drafter, serve, start
+from harness.engine_runs import (
+    NUM_DRAFT_TOKENS,
+    PROMPTS,
+    answer,
+    drafting,
+    mixed_cells,
+    practised_drafter,
+    serve,
+    start,
+)
 from harness.model_families import family_target
 from harness.tiny_models import tiny_tokenizer
 from peagle.decoding.grammar import make_guide
@@ -22,7 +31,7 @@ from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
-SETTINGS = [{"page_size": 4}, pytest.param({"max_batch": 1, "max_length": 110}, marks=pytest.mark.slow), TIGHT]
+CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 110})
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -97,8 +106,7 @@ def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_d
     assert num_ended >= 8, "most answers come to the end of their grammar"
 
 
-@pytest.mark.parametrize("method", ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("method", "settings"), CELLS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
 ) -> None:

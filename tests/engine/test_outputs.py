@@ -116,7 +116,7 @@ def cut_inside_a_draft(target: HFTarget, drafter: Drafter) -> Iterator[tuple[lis
             num_tokens += len(step.token_ids)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_accepted_tokens_after_the_end_of_an_answer_are_not_counted(
     target: HFTarget, drafter: Drafter, small: Engine, number: int
 ) -> None:

@@ -105,7 +105,7 @@ def assert_same_drafts(target: HFTarget, drafter: Drafter, depth: int, tree_node
     return all_drafts
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 9, 24])
+@pytest.mark.parametrize("tree_nodes", [None, 9, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "depth", [4, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 2, 3, 5, 6, 7, 8))]
 )
@@ -150,7 +150,7 @@ def test_a_head_that_knows_the_text_gets_more_drafts_accepted(
     assert num_steps[1] < num_steps[0]
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 16])
+@pytest.mark.parametrize("tree_nodes", [pytest.param(None, marks=pytest.mark.slow), 16])
 def test_a_head_of_zeros_changes_no_draft(target: HFTarget, drafter: Drafter, tree_nodes: int | None) -> None:
     zeros = torch.zeros(drafter.config.draft_vocab_size, 3)
     found = [

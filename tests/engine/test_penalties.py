@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, serve, start
+from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, mixed_cells, serve, start
 from harness.model_families import trained_drafter
 from peagle.decoding.adjusting import adjusted_logits
 from peagle.decoding.reference import decode
@@ -23,7 +23,7 @@ from peagle.targets.hf import HFTarget
 
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
-SETTINGS = [{"page_size": 4}, pytest.param({"max_batch": 1, "max_length": 60}, marks=pytest.mark.slow), TIGHT]
+CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 60})
 PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
@@ -71,8 +71,7 @@ def test_drafts_change_nothing_in_the_reference_decoder(
     assert num_accepted > 20, "drafts of adjusted requests are accepted too"
 
 
-@pytest.mark.parametrize("method", ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("method", "settings"), CELLS)
 def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]], method: str, settings: dict[str, Any]
 ) -> None:

@@ -30,7 +30,7 @@ def drafter_for(target: HFTarget, method: str) -> Drafter:
 
 def drafter_keys(method: str, prefill_tokens: int) -> list[Tensor]:
     """The drafter's keys of the prompt's tokens, layer by layer, after its prefill."""
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     config = EngineConfig(page_size=8, prefill_tokens=prefill_tokens, max_batch=2)
     engine = Engine(target, drafter_for(target, method), NUM_DRAFT_TOKENS, config)
     engine.add(PROMPT, SamplingParams(max_tokens=4))
@@ -53,14 +53,14 @@ def test_products_are_packed_for_the_most_rows_of_a_step(monkeypatch: pytest.Mon
     asked = []
     pack = runner.pack_models
     monkeypatch.setattr(runner, "pack_models", lambda *arguments: asked.append(arguments[2:]) or pack(*arguments))
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(max_batch=3)).close()
     Engine(target, None, 0, EngineConfig(max_batch=3)).close()
     assert asked == [(5, 24), (3, 3)], "a draft pass reads K accepted tokens and K placeholders of each request"
 
 
 def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8))
     monkeypatch.setattr(PrefillPace, "num_tokens", 2 * len(PROMPT))  # both prompts in one pass
     events: list[str] = []
@@ -78,7 +78,7 @@ def test_the_first_token_leaves_before_its_drafts_are_made(monkeypatch: pytest.M
 
 
 def test_on_a_cpu_a_long_prompt_does_not_stall_the_streams_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     long = random.Random(2).choices(range(3, 260), k=120)
     alone = [
@@ -111,7 +111,7 @@ def test_on_a_cpu_a_long_prompt_does_not_stall_the_streams_that_run(monkeypatch:
 
 
 def test_the_engine_times_its_prefill_passes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     engine = Engine(target, tiny_drafter(target), NUM_DRAFT_TOKENS, EngineConfig(page_size=8, prefill_tokens=30))
     observed: list[tuple[int, float]] = []
     monkeypatch.setattr(PrefillPace, "observe", lambda _, *values: observed.append(values))

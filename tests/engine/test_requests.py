@@ -88,7 +88,9 @@ def test_a_seeded_request_gets_the_same_sample_in_a_batch_of_32(engine: Engine, 
     assert engine.stats().num_drafts > 0
 
 
-@pytest.mark.parametrize("method", ["none", pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "eagle3", "p-eagle")), "p-eagle tree"]
+)
 def test_a_seeded_request_gets_the_same_sample_alone_and_after_a_preemption(
     target: HFTarget, drafter: Drafter, sampled_answers: list[Answer], method: str
 ) -> None:

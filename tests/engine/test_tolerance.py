@@ -40,7 +40,9 @@ def kinds(steps: list[Step]) -> list[str]:
     return [kind for step in steps for kind in step.kinds]
 
 
-@pytest.mark.parametrize("method", [pytest.param("eagle3", marks=pytest.mark.slow), "p-eagle", "p-eagle tree"])
+@pytest.mark.parametrize(
+    "method", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "p-eagle")), "p-eagle tree"]
+)
 def test_tolerated_drafts_are_those_of_the_reference_decoder(target: HFTarget, drafter: Drafter, method: str) -> None:
     chosen, tree = drafting(method, drafter, target)
     engine = start(chosen, page_size=4, **tree)

@@ -160,7 +160,7 @@ def parallel(target: HFTarget, prompts: list[list[int]]) -> Drafter:
     return trained_drafter(target, [[*prompt, *answer(target, prompt, params)] for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=["p-eagle", "eagle3"])
+@pytest.fixture(scope="module", params=["p-eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
 def drafter(request: pytest.FixtureRequest, parallel: Drafter, target: HFTarget) -> Drafter:
     return parallel if request.param == "p-eagle" else sequential(parallel, target)
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import pytest
+
 from harness.model_families import family_target, sequential, trained_drafter
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -30,6 +32,16 @@ def practised_drafter() -> Drafter:
     engine.close()
     texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(PROMPTS, outputs, strict=True)]
     return trained_drafter(family_target("llama", seed=SEED), texts, num_steps=120)
+
+
+def mixed_cells(roomy: Any, tight: Any, *slow: Any) -> list[Any]:
+    """Methods and engine settings. `make test` takes each method but EAGLE-3 once, and both settings."""
+    fast = {"none": tight, "p-eagle": roomy, "p-eagle tree": tight}
+    return [
+        pytest.param(method, settings, marks=() if fast.get(method) is settings else pytest.mark.slow)
+        for settings in (roomy, tight, *slow)
+        for method in ("none", "eagle3", "p-eagle", "p-eagle tree")
+    ]
 
 
 def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:

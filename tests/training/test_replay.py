@@ -20,7 +20,7 @@ NUM_DRAFT_TOKENS = [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, 
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return tiny_target(num_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def decoded(target, drafter, conversations, num_draft_tokens, tree_nodes=None):
 @pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
 @pytest.mark.parametrize("init_seed", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_seed, monkeypatch):
-    target = tiny_target(seed=init_seed)
+    target = tiny_target(num_layers=4, seed=init_seed)
     drafter = tiny_drafter(target, num_draft_tokens=5)
     rows = [
         conversation(target, (7, 24), seed=1),
@@ -116,6 +116,24 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     assert replay(target, drafter, rows[::-1], num_draft_tokens, tokens_at_once=1000) == expected
 
 
+@pytest.fixture(scope="module")
+def repeating():
+    """A target whose answers repeat, so that chains grow long, and conversations with it."""
+    target = tiny_target(num_layers=4, initializer_range=0.05)
+    return target, [
+        conversation(target, (7, 24), seed=1),
+        conversation(target, (3, 5), (4, 1), (5, 9), seed=2),
+        conversation(target, (1, 12), (1, 8), seed=3),
+        conversation(target, (9, 2), seed=4),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(repeating):
+    target, rows = repeating
+    return trained_drafter(target, [row.token_ids.tolist() for row in rows[:3]], num_draft_tokens=5)
+
+
 @pytest.mark.parametrize("num_draft_tokens", NUM_DRAFT_TOKENS)
 @pytest.mark.parametrize(
     "switches",
@@ -129,18 +147,9 @@ def test_replay_counts_what_serving_step_by_step_counts(num_draft_tokens, init_s
     ],
     ids=["p-eagle", "eagle3", "eagle3-raw-states", "eagle3-small-vocabulary"],
 )
-def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, monkeypatch):
-    target = tiny_target(num_layers=4, initializer_range=0.05)  # answers that repeat, so that chains grow long
-    rows = [
-        conversation(target, (7, 24), seed=1),
-        conversation(target, (3, 5), (4, 1), (5, 9), seed=2),
-        conversation(target, (1, 12), (1, 8), seed=3),
-        conversation(target, (9, 2), seed=4),
-    ]
-    if switches["parallel"]:
-        drafter = trained_drafter(target, [row.token_ids.tolist() for row in rows[:3]], num_draft_tokens=5)
-    else:
-        drafter = tiny_drafter(target, num_draft_tokens=5, **switches)
+def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, repeating, trained, monkeypatch):
+    target, rows = repeating
+    drafter = trained if switches["parallel"] else tiny_drafter(target, num_draft_tokens=5, **switches)
     if "draft_vocab_size" in switches:
         drafter.d2t[100:] = 60
         drafter.lm_head.weight.copy_(target.head_VD[drafter.to_target_ids(torch.arange(200))])
@@ -153,12 +162,10 @@ def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, monkeypa
 
 @pytest.mark.parametrize("has_pair_head", [False, True], ids=["marginals", "pair head"])
 @pytest.mark.parametrize("tree_nodes", [2, 31])
-def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head):
-    target = tiny_target(num_layers=4, initializer_range=0.05)
-    rows = [conversation(target, (3, 5), (4, 1), (5, 9), seed=2), conversation(target, (7, 24), seed=1)]
-    drafter = trained_drafter(target, [row.token_ids.tolist() for row in rows], num_draft_tokens=5)
+def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head, repeating, trained, monkeypatch):
+    (target, rows), drafter = repeating, trained
     if has_pair_head:
-        drafter.pair_head = random_head(drafter)
+        monkeypatch.setattr(drafter, "pair_head", random_head(drafter))
     expected = decoded(target, drafter, rows, 5, tree_nodes)
     assert expected.accepted_per_position[1] > 0, "paths of one token would prove little"
     assert replay(target, drafter, rows, 5, tree_nodes=tree_nodes) == expected

@@ -64,7 +64,7 @@ def drafter() -> Drafter:
     return practised_drafter()
 
 
-@pytest.fixture(params=[0, NUM_DRAFT_TOKENS])
+@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.slow), NUM_DRAFT_TOKENS])
 def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     def capture(run: Callable[[], Any], pool: Any) -> Callable[[], Any]:
         result = [run() for _ in range(3)][-1]

@@ -43,7 +43,7 @@ def texts_of(target: HFTarget) -> list[list[int]]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_engine_drafts_like_the_reference_decoder(shape: str) -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     drafter = trained_drafter(
         target, texts_of(target), num_draft_tokens=NUM_DRAFT_TOKENS, num_steps=40, **SHAPES[shape]
     )
@@ -65,7 +65,7 @@ def test_the_engine_drafts_like_the_reference_decoder(shape: str) -> None:
 
 
 def test_a_window_changes_what_is_drafted() -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     windowed = trained_drafter(target, texts_of(target), num_steps=1, **SHAPES["windows"])
     whole_config = dataclasses.replace(windowed.config, sliding_window=0, sliding_layers=())
     whole = Drafter(whole_config, target.embedding_VD, target.head_VD)
@@ -83,7 +83,7 @@ def test_a_window_changes_what_is_drafted() -> None:
     ],
 )
 def test_windows_that_mean_nothing_are_refused(switches: dict, message: str) -> None:
-    target = tiny_target()
+    target = tiny_target(num_layers=4)
     config = trained_drafter(target, [[1, 2, 3, 4, 5, 6, 7, 8]], num_steps=0).config
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **switches)

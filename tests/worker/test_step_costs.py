@@ -19,6 +19,7 @@ from peagle.targets.hf import HFTarget
 from peagle.worker.step_costs import StepCosts, measure_step_costs
 
 K = 4
+SMALLER: dict[str, object] = {"draft_vocab_size": 200}
 PROMPTS = [[1, 117, 115, 200, 17, 9, 33], [5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -120,7 +121,10 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
 
 
 @pytest.mark.usefixtures("packs_all")
-@pytest.mark.parametrize("switches", [{}, {"parallel": False}, {"head": "own"}, {"draft_vocab_size": 200}])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"parallel": False}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"head": "own"}, SMALLER))],
+)
 def test_packed_engine_gives_the_reference_decoders_tokens_and_the_models_back(switches: dict[str, object]) -> None:
     target = tiny_target(num_layers=4)
     drafter = tiny_drafter(target, num_draft_tokens=K, **switches)
