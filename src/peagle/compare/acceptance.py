@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, SAMPLED_BASELINE, card_of, pair_head_of
-from peagle.compare.answers import decode_with_reference, outputs_of_engine
+from peagle.compare.answers import answer_with_engine, decode_with_reference, outputs_of_engine
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
 from peagle.decoding.acceptance import Acceptance, acceptance_by_length, verified_drafts
@@ -78,22 +78,25 @@ def entry(
 def baseline_after_training(target: "HFTarget", drafter: "Drafter", *, with_engine: bool) -> dict[str, Any]:
     """The card's baseline entries of a new drafter; empty if no mixed prompt fits. Every process takes part.
 
-    The engine answers the prompts in one batch. It needs memory of its own and all layers of the target; the reference
-    decoder does not.
+    The engine answers all prompts, greedy and sampled, in one batch. It needs memory of its own and all layers of the
+    target; the reference decoder does not.
     """
     fitting = mixed_prompts(target, TRAINING_MAX_TOKENS)
     prompts = fitting[:: -(-len(fitting) // TRAINING_PROMPTS) or 1]
     if not prompts:
         return {}
     depth = drafter.config.num_draft_tokens or drafter.config.usual_num_draft_tokens
+    both = [SamplingParams(max_tokens=TRAINING_MAX_TOKENS, temperature=temperature) for temperature in (0.0, 1.0)]
+    if with_engine:
+        params = [own for own in both for _ in prompts]
+        _, found = answer_with_engine(target, drafter, depth, prompts * len(both), params)
+        parts = found[: len(prompts)], found[len(prompts) :]
+        halves = [sum(part, Acceptance(0, (0,) * depth)) for part in parts]
+    else:
+        halves = [decode_with_reference(target, prompts, [own] * len(prompts), drafter, depth)[1] for own in both]
     entries = {}
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=TRAINING_MAX_TOKENS, temperature=temperature)
-        if with_engine:
-            found, *_ = measure(target, drafter, prompts, params, depth)
-        else:
-            _, found = decode_with_reference(target, prompts, [params] * len(prompts), drafter, depth)
-        entries[baseline_key(temperature)] = entry(drafter, found, MIXED_PROMPTS, len(prompts), params)
+    for own, acceptance in zip(both, halves, strict=True):
+        entries[baseline_key(own.temperature)] = entry(drafter, acceptance, MIXED_PROMPTS, len(prompts), own)
     return entries
 
 
