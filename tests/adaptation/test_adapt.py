@@ -263,6 +263,7 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str,
         settings(tmp_path, tmp_path, tmp_path, **change)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small")
 def test_the_command_adapts_and_swaps_the_drafter_into_a_server(
     peagle: Callable[..., Result], short: HFTarget, drafter: Path, traffic: Path, old: Path, tmp_path: Path

@@ -67,6 +67,7 @@ def test_static_compiled_gives_the_targets_own_answers(target, expected, monkeyp
     assert seconds > 0 and [answer.token_ids for answer in answers] == [expected[index] for index in (0, 1, 2, 0)]
 
 
+@pytest.mark.slow
 def test_anchors_answer_the_requests_of_the_engines_cells_up_to_a_number_of_batches(target, monkeypatch):
     asked = []
 
@@ -82,6 +83,7 @@ def test_anchors_answer_the_requests_of_the_engines_cells_up_to_a_number_of_batc
     assert asked == [batches_of(3, 1, 10), batches_of(3, 4, 32)], "the first ten of twelve, and all of 32"
 
 
+@pytest.mark.slow
 def test_attention_and_taps_are_as_before_also_after_a_failure(target, monkeypatch):
     def fail(*_):
         target.model.set_attn_implementation("eager")

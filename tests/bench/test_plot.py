@@ -118,6 +118,7 @@ def overlaps(boxes):
     return [(str(one), str(other)) for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
+@pytest.mark.slow
 def test_many_concurrencies_leave_room_between_their_names(tmp_path):
     figure, labels = draw(document({"plain": {places: 10.0 * places for places in range(1, 65)}}))
     save(figure, labels, tmp_path / "plot.png")

@@ -101,6 +101,7 @@ def conversations(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_every_turn_is_asked_and_figures_are_kept_by_category(bench, conversations, tmp_path):
     report = tmp_path / "report.md"
     result = bench("--json", "--prompts", conversations, "--limit", 3, "--report", report)
@@ -147,6 +148,7 @@ def test_the_tables_end_with_a_verdict(bench):
     assert document["verdict"].startswith("drafting ") and document["recommended"][0]["num_draft_tokens"] == 2
 
 
+@pytest.mark.slow
 def test_the_table_and_the_plot_show_the_methods(bench, tmp_path):
     result = bench("--num-draft-tokens", 2, "--plot", tmp_path / "plot.png")
     assert "plain" in result.out and "p-eagle K=2" in result.out and "acceptance by position" in result.out
@@ -154,6 +156,7 @@ def test_the_table_and_the_plot_show_the_methods(bench, tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_samples_are_not_compared(bench):
     cells = bench("--json", "--temperature", 1, "--concurrency", 2).json["cells"]
     assert all(cell["num_compared"] is None for cell in cells)

@@ -94,6 +94,7 @@ def edit_card(drafter, change):
     (drafter / "drafter_card.json").write_text(json.dumps(card))
 
 
+@pytest.mark.slow
 def test_recorded_evidence_makes_every_check_possible(peagle, models, tmp_path):
     drafter = shutil.copytree(models / "drafter", tmp_path / "drafter")
     argv = ("doctor", drafter, "--target", models / "target", "--dtype", "float32")

@@ -103,6 +103,7 @@ def test_the_engine_is_no_larger_than_the_answers_need(generate, monkeypatch):
     assert engine.max_length < 100
 
 
+@pytest.mark.slow
 def test_several_answers_come_one_after_the_other_under_headings(generate):
     options = ("--n", 3, "--temperature", 1, "--seed", 5)
     result, document = generate(*options), generate(*options, "--json").json
@@ -113,6 +114,7 @@ def test_several_answers_come_one_after_the_other_under_headings(generate):
     assert alone["token_ids"] == document["answers"][1]["token_ids"], "answer i is drawn with seed + i"
 
 
+@pytest.mark.slow
 def test_several_answers_can_be_compared(generate):
     options = ("--compare", "--n", 2, "--temperature", 1)
     document = generate(*options, "--json").json
@@ -219,6 +221,7 @@ def test_without_a_drafter_none_is_loaded(generate, monkeypatch):
     assert generate("--num-draft-tokens", 0).out
 
 
+@pytest.mark.slow
 def test_a_tolerant_answer_says_that_it_is_not_lossless(generate):
     result, document = generate("--tolerance", 0.01), generate("--tolerance", 0.01, "--json").json
     (answer,) = document["answers"]

@@ -74,10 +74,16 @@ def test_a_layout_of_speculators_names_its_target(peagle, pair, tmp_path):
         "generate hello --drafter drafter --max-tokens 4",
         "eval --drafter drafter --prompts prompts.jsonl --max-tokens 4 --json",
         "bench --drafter drafter --prompts prompts.jsonl --max-tokens 4 --concurrency 1 --methods p-eagle --json",
-        "lossless --drafter drafter --max-tokens 12 --num-seeds 1 --num-samples 80 --temperature 0.2 --json",
         "doctor drafter --json",
-        "train --from drafter --data prompts.jsonl --output trained --num-steps 1 --num-layers 2 --num-draft-tokens 4 "
-        "--max-length 32 --batch-size 1",
+        pytest.param(
+            "lossless --drafter drafter --max-tokens 12 --num-seeds 1 --num-samples 80 --temperature 0.2 --json",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "train --from drafter --data prompts.jsonl --output trained --num-steps 1 --num-layers 2 "
+            "--num-draft-tokens 4 --max-length 32 --batch-size 1",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda words: words.split()[0],
 )

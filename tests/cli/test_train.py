@@ -203,6 +203,7 @@ def test_the_control_can_be_trained_and_gone_on_with(train, peagle, models, tmp_
     assert answered.status == 0 and answered.json["identical_to_plain"] is True
 
 
+@pytest.mark.slow
 def test_a_pair_head_is_trained_beside_a_drafter_and_served_with_it(train, peagle, models, tmp_path):
     shape = ("--num-layers", 2, "--num-draft-tokens", 4)
     result = train(tmp_path / "paired", "--from", models / "drafter", "--pair-head", 8, *shape)

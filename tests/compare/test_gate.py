@@ -361,6 +361,7 @@ def test_another_target_fails_and_may_be_allowed(tiny) -> None:
     assert {"logits by depth", "acceptance"} <= set(verdict.unchecked), "another target's figures are not compared"
 
 
+@pytest.mark.slow
 def test_evidence_is_added_once_and_does_not_vouch_for_other_weights(copied) -> None:
     target, directory = copied
     before = read_card(directory).evidence
@@ -377,6 +378,7 @@ def test_evidence_is_added_once_and_does_not_vouch_for_other_weights(copied) -> 
     assert (directory / CARD_NAME).read_text() == content, "a refusal writes nothing"
 
 
+@pytest.mark.slow
 def test_an_eagle3_drafter_has_evidence_of_its_own_chain(tmp_path) -> None:
     target = tiny_target()
     drafter = tiny_drafter(target, parallel=False, mask_token_id=None)

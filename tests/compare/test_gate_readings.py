@@ -90,7 +90,7 @@ def test_an_export_leaves_a_list_of_ids_out_and_passes(made, tmp_path: Path) -> 
     assert verdict.passed, verdict.failure
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["compact", "full"])
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["compact", "full"])
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_a_drafter_trained_one_layer_before_the_default_is_not_taken_for_sglangs(
     tmp_path: Path, engine: Engine, full: bool

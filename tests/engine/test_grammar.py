@@ -93,6 +93,7 @@ def drafter() -> Drafter:
     return practised_drafter()
 
 
+@pytest.mark.slow
 def test_answers_of_the_reference_decoder_keep_to_the_grammar_with_and_without_drafts(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]]
 ) -> None:
@@ -174,6 +175,7 @@ def test_what_the_grammar_prescribes_is_drafted_and_accepted(engine: Engine, tar
     assert output.metrics.acceptance.acceptance_length > 2.5
 
 
+@pytest.mark.slow
 def test_acceptance_is_no_lower_with_a_schema_than_without(engine: Engine) -> None:
     grammar = Grammar("json_schema", SCHEMA_TEXT)
     found = []
@@ -184,6 +186,7 @@ def test_acceptance_is_no_lower_with_a_schema_than_without(engine: Engine) -> No
     assert found[1] >= found[0], found
 
 
+@pytest.mark.slow
 def test_any_json_object_is_one(engine: Engine) -> None:
     params = SamplingParams(max_tokens=90, temperature=1.0, grammar=Grammar("json_object"))
     outputs = serve(engine, PROMPTS[:8], [replace(params, seed=index) for index in range(8)])

@@ -60,6 +60,7 @@ def drafter(target: HFTarget, expected: list[tuple[int, ...]]) -> Drafter:
     return trained_drafter(target, [text for text in texts if len(text) > 14], num_steps=100)
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing_in_the_reference_decoder(
     target: HFTarget, drafter: Drafter, expected: list[tuple[int, ...]]
 ) -> None:
@@ -142,6 +143,7 @@ def test_no_end_token_comes_before_min_tokens(engine: Engine, target: HFTarget, 
         assert completion.token_ids == answer(target, prompt, params)
 
 
+@pytest.mark.slow
 def test_stop_strings_count_only_where_they_end_after_min_tokens(engine: Engine, target: HFTarget) -> None:
     whole = replace(PLAIN, max_tokens=20)
     prompt = PROMPTS[5]

@@ -22,6 +22,7 @@ PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index %
 for index in (9, 11, 13):
     PROMPTS[index][:12] = PROMPTS[8][:12]
 PLAIN = SamplingParams(max_tokens=10, ignore_eos=True)
+ROOMY = ({"page_size": 4}, {"page_size": 4, "prefill_tokens": 5})
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 21, "prefill_tokens": 12}
 
 
@@ -50,7 +51,7 @@ def check(found: tuple[TokenLogprobs | None, ...] | None, target: HFTarget, prom
 @pytest.mark.parametrize("has_drafter", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "settings",
-    [{"page_size": 4}, pytest.param({"page_size": 4, "prefill_tokens": 5}, marks=pytest.mark.slow), TIGHT],
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ROOMY), TIGHT],
 )
 def test_prompts_are_scored_as_by_the_targets_own_forward_whatever_runs_beside_them(
     target: HFTarget,

@@ -125,6 +125,7 @@ def test_greedy_and_sampled_requests_with_their_own_draft_numbers_share_a_batch(
             assert not any(acceptance.accepted_per_position[limit:]), "no more drafts than asked for"
 
 
+@pytest.mark.slow
 def test_pages_of_a_request_without_drafts_do_not_spoil_the_drafts_of_the_next(
     target: HFTarget, drafter: Drafter
 ) -> None:
@@ -189,6 +190,7 @@ def long_drafts(target: HFTarget, drafter: Drafter) -> Iterator[tuple[list[int],
                 break
 
 
+@pytest.mark.slow
 def test_an_end_inside_an_accepted_draft_cuts_the_answer_to_the_token(
     engine: Engine, target: HFTarget, drafter: Drafter
 ) -> None:

@@ -63,6 +63,7 @@ def test_tolerated_drafts_are_those_of_the_reference_decoder(target: HFTarget, d
     assert stats.num_tolerated_tokens == num_tolerated > 5
 
 
+@pytest.mark.slow
 def test_less_tolerance_keeps_fewer_drafts(target: HFTarget, drafter: Drafter) -> None:
     engine = start(drafter, page_size=4)
     found = []

@@ -118,7 +118,7 @@ def test_packed_chunked_gradients_are_those_of_each_document_alone(target, loss,
     assert ("lm_head.weight" in found) == (head == "own")
 
 
-@pytest.mark.parametrize("num_partitions", [2, 3, 5, 16])
+@pytest.mark.parametrize("num_partitions", [2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 16))])
 @pytest.mark.parametrize("checkpoint_activations", [False, True])
 def test_partitions_give_the_gradients_of_one_pass(target, num_partitions, checkpoint_activations):
     drafter = new_drafter(target, embeddings="own", head="own")

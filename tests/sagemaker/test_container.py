@@ -215,6 +215,7 @@ def container(stand_ins: Any, options: list[str], tmp_path_factory: pytest.TempP
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the user asks"}], "max_tokens": 8, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_container_answers_pings_and_invocations(container: Started) -> None:
     answer = httpx.get(f"{container.url}/ping")
     assert answer.status_code == 200 and answer.content == b""
@@ -227,6 +228,7 @@ def test_container_answers_pings_and_invocations(container: Started) -> None:
     assert "--swap-space" in container.log.read_text(), "options without a counterpart are told"
 
 
+@pytest.mark.slow
 def test_command_line_asks_the_deployed_endpoint_and_streams(container: Started, peagle: Any) -> None:
     chat = CHAT | {"max_tokens": 40}
     expected = httpx.post(f"{container.url}/invocations", json=chat, timeout=60).json()["choices"][0]["message"]
@@ -238,6 +240,7 @@ def test_command_line_asks_the_deployed_endpoint_and_streams(container: Started,
     assert document["text"] == expected["content"] and document["acceptance_length"] >= 1
 
 
+@pytest.mark.slow
 def test_same_command_again_asks_and_changes_nothing(
     container: Started, peagle: Any, stand_ins: Any, options: Any
 ) -> None:
@@ -252,6 +255,7 @@ def test_same_command_again_asks_and_changes_nothing(
     assert shown.status == 0 and "1 x ml.m5.xlarge" in shown.out and "SM_VLLM_SPECULATIVE_CONFIG=" in shown.out
 
 
+@pytest.mark.slow
 def test_container_finishes_what_it_has_begun_and_the_endpoint_is_removed(
     container: Started, peagle: Any, stand_ins: Any
 ) -> None:

@@ -86,6 +86,7 @@ def test_large_headers_bodies_and_idle_connections_are_served(impatient):
         assert read_all(client).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_a_next_request_that_trickles_does_not_cut_the_answer_before_it(impatient):
     body = json.dumps({"prompt": "the", "max_tokens": 200, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

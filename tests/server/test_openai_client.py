@@ -57,6 +57,7 @@ def test_usage_chunk_comes_only_when_asked_for(served):
     assert all(chunk.choices for chunk in stream), "naive clients take choices[0] of every chunk"
 
 
+@pytest.mark.slow
 def test_async_client_streams_many_at_once(served, direct):
     async def ask(client, seed):
         stream = await client.chat.completions.create(

@@ -79,7 +79,7 @@ def settings(data, earlier, output, **changes):
     return TrainConfig(data=data, output=output, **(values | changes))
 
 
-@pytest.fixture(scope="module", params=["projected", pytest.param("free", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("projected", "free")])
 def finished(request, target, data, earlier, tmp_path_factory):
     config = settings(data, earlier, tmp_path_factory.mktemp(request.param) / "drafter", pair_tables=request.param)
     return config, train_drafter(target, config, ignore)

@@ -76,6 +76,7 @@ def test_a_batch_without_labels_leaves_no_trace_but_weight_decay(target, tmp_pat
     assert metrics_of(trainer.config)[0]["loss"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_target_in_half_precision_can_be_imitated_on_a_cpu_too(tmp_path, dtype):
     target = tiny_target(num_layers=2)

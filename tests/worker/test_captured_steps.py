@@ -194,6 +194,7 @@ def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, 
     assert engine.runner.adjustments is None
 
 
+@pytest.mark.slow
 def test_the_second_recordings_can_be_made_at_start(engine: Engine) -> None:
     object.__setattr__(engine.runner.config, "capture_adjusted", True)
     engine.runner.capture_steps(lambda *_: None)
