@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from peagle.bench import bandwidth
 from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts, weight_bytes_per_step
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
+from peagle.bench.dummy import drafter_bytes, dummy_drafter
 from peagle.targets.shapes import dummy_target
 
 TINY = {
@@ -79,12 +80,28 @@ def test_the_fraction_is_the_limit_over_the_step(config_file):
     report = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results)
     assert [row["fraction_of_limit"] for row in report["steps"]] == [0.5, 0.25, None]
     assert report["steps"][0] == {
+        "label": "plain",
         "concurrency": 1,
         "weight_bytes": num_bytes,
         "limit_ms": 1.0,
         "step_ms": 2.0,
         "fraction_of_limit": 0.5,
+        "verify_limit_ms": 1.0,
+        "verify_ms": None,
+        "verify_fraction_of_limit": None,
     }
+
+
+def test_a_step_with_drafts_reads_the_drafter_too(config_file):
+    target = dummy_target(config_file, dtype="float32", device="cpu")
+    drafter = dummy_drafter(target, 3)
+    num_bytes, own = weight_bytes_per_step(target.model), drafter_bytes(drafter)
+    assert own == 4 * (sum(parameter.numel() for parameter in drafter.parameters()) + target.head_VD.numel())
+    results = [CellResult(Cell("p-eagle", 3, 1), step=StepSplit(0.004, 0.004, 0.002, 0.002))]
+    (row,) = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results, drafter)["steps"]
+    assert row["weight_bytes"] == num_bytes + own and row["label"] == "p-eagle K=3"
+    assert row["fraction_of_limit"] == pytest.approx((num_bytes + own) / num_bytes / 4, abs=1e-4)
+    assert row["verify_fraction_of_limit"] == 0.5
 
 
 def test_random_prompts_are_the_same_every_time_and_differ_from_each_other():

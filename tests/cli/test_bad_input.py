@@ -180,6 +180,11 @@ CASES = {
     "bench --dummy llama-8b --target target": "contradicts --target",
     "bench --dummy llama-8b --anchors": "contradicts --anchors",
     "bench --dummy llama-8b --methods p-eagle": "contradicts --methods",
+    "bench --dummy llama-8b --num-draft-tokens 3": "contradicts --num-draft-tokens",
+    "bench --dummy llama-8b --assume-acceptance 0.5,0.7": "which do not grow",
+    "bench --dummy llama-8b --assume-acceptance 0.5,0.4 --num-draft-tokens 3": "has 2 shares, but 3 draft tokens",
+    "bench --dummy llama-8b --assume-acceptance 5 --num-draft-tokens 3": "3 draft tokens reach at most 4",
+    f"{BENCH} --assume-acceptance 0.5": "--assume-acceptance needs --dummy",
     # a drafter for another target
     f"{GENERATE} --target stranger": "'stranger', its weights are not the ones the drafter was trained on",
     f"{GENERATE} --drafter drafter-wide": "vocab_size is 999, but target 'target' has 288",

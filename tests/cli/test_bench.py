@@ -171,6 +171,19 @@ def test_a_dummy_run_reports_the_fraction_of_the_limit(peagle, models):
     assert all(row["fraction_of_limit"] > 0 and row["weight_bytes"] > 0 for row in bandwidth["steps"])
 
 
+def test_a_dummy_run_drafts_with_an_assumed_acceptance(peagle, models):
+    config = models / "target" / "config.json"
+    options = ("--max-tokens", 32, "--concurrency", "2", "--device", "cpu", "--num-draft-tokens", "2,3")
+    result = peagle("bench", "--dummy", config, *options, "--assume-acceptance", "1,0.5,0", "--json")
+    assert result.status == 0, result.err
+    assert [cell["label"] for cell in result.json["cells"]] == ["plain", "p-eagle K=2", "p-eagle K=3"]
+    assert result.json["assumed_acceptance"] == [1.0, 0.5, 0.0]
+    plain, _, drafted = result.json["bandwidth"]["steps"]
+    assert drafted["weight_bytes"] > plain["weight_bytes"] and drafted["label"] == "p-eagle K=3"
+    first, second, third = result.json["cells"][2]["per_position"]
+    assert first > 0.85 and 0.1 < second < 0.9 and third == 0, "the last step of an answer has no room for all drafts"
+
+
 def test_the_shipped_control_is_found_as_soon_as_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr("peagle.bench.offline.ASSETS", tmp_path)
     assert shipped_eagle3_drafter(None) is None

@@ -35,7 +35,7 @@ FLAGS = {
     "bench": (
         "--prompts --limit --categories --max-turns --methods --num-draft-tokens --concurrency --num-requests "
         "--max-tokens --temperature --seed "
-        "--anchors --dummy --eagle3-drafter "
+        "--anchors --dummy --assume-acceptance --eagle3-drafter "
         f"--json --plot --report --instance {COST} {TARGET} {DRAFTER}"
     ),
     "bench serve": (

@@ -9,12 +9,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.cells import CellResult, rounded
+from peagle.bench.cells import PLAIN, CellResult, rounded
+from peagle.bench.dummy import drafter_bytes
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
 
 PROMPT_TOKENS = 128
@@ -76,25 +78,35 @@ def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> d
     }
 
 
-def bandwidth_report(target: "HFTarget", bandwidth: dict[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
-    """`bandwidth`, and per concurrency: the limit of a step, its time, and the fraction of the limit reached.
+def bandwidth_report(
+    target: "HFTarget", bandwidth: dict[str, Any], results: Sequence[CellResult], drafter: "Drafter | None" = None
+) -> dict[str, Any]:
+    """`bandwidth`, and per cell: the limit of a step, its time, and the fraction of the limit reached.
 
-    The limit counts weights only. At high concurrency the KV cache is read as well, which lowers the fraction.
-    If no step was steady, the mean TPOT stands in for its time.
+    The limit counts weights only. At high concurrency the KV cache is read as well, which lowers the fraction. With
+    drafts, verification has more rows, which wake more experts, and drafting reads the drafter. If no step was steady,
+    the mean TPOT stands in for its time.
     """
     rows = []
     for result in results:
-        num_bytes = weight_bytes_per_step(target.model, result.cell.concurrency)
-        limit = num_bytes / bandwidth["bytes_per_second"]
+        cell, step = result.cell, result.step
+        num_verified = weight_bytes_per_step(target.model, cell.concurrency * (1 + (cell.num_draft_tokens or 0)))
+        num_bytes = num_verified + (drafter_bytes(drafter) if drafter is not None and cell.method != PLAIN else 0)
         times = [answer.seconds_per_token for answer in result.answers if answer.seconds_per_token is not None]
-        seconds = result.step.wall if result.step else statistics.fmean(times) if times else None
+        seconds = step.wall if step else statistics.fmean(times) if times and cell.method == PLAIN else None
+        limit, verify_limit = (count / bandwidth["bytes_per_second"] for count in (num_bytes, num_verified))
+        verify = step.verify if step else None
         rows.append(
             {
-                "concurrency": result.cell.concurrency,
+                "label": cell.label,
+                "concurrency": cell.concurrency,
                 "weight_bytes": num_bytes,
                 "limit_ms": round(1e3 * limit, 4),
                 "step_ms": rounded(seconds, 4, 1e3),
                 "fraction_of_limit": None if seconds is None else round(limit / seconds, 4),
+                "verify_limit_ms": round(1e3 * verify_limit, 4),
+                "verify_ms": rounded(verify, 4, 1e3),
+                "verify_fraction_of_limit": None if verify is None else round(verify_limit / verify, 4),
             }
         )
     num_parameters = sum(parameter.numel() for parameter in target.model.parameters())

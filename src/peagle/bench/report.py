@@ -185,15 +185,21 @@ def _bandwidth_table(bandwidth: dict[str, Any]) -> Table:
     title = f"memory bandwidth: {speed}, {bandwidth['num_parameters'] / 1e9:.2f} billion parameters"
     rows = [
         (
+            row.get("label", "plain"),
             str(row["concurrency"]),
             f"{row['weight_bytes'] / 1e9:.2f}",
             number(row["limit_ms"], 3),
             number(row["step_ms"], 3),
-            "-" if row["fraction_of_limit"] is None else f"{row['fraction_of_limit']:.1%}",
+            *(_share(row.get(name)) for name in ("fraction_of_limit", "verify_fraction_of_limit")),
         )
         for row in bandwidth["steps"]
     ]
-    return make_table(title, ("concurrency", "weights GB", "limit ms", "step ms", "of the limit"), rows)
+    columns = ("method", "concurrency", "weights GB", "limit ms", "step ms", "of the limit", "verification alone")
+    return make_table(title, columns, rows)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _spread(spread: dict[str, float] | None, digits: int) -> str:

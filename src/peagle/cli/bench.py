@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.anchors import NUM_ANCHORS, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.conversations import Conversations
+from peagle.bench.dummy import USUAL_DEPTH, assumed_shares, assumption, dummy_drafter
 from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import document_of, facts_of, print_document, tables
@@ -22,6 +23,7 @@ from peagle.console.arguments import (
     Names,
     Numbers,
     NumbersOrAuto,
+    Shares,
     TargetArguments,
     WorkloadArguments,
     accelerator,
@@ -66,6 +68,9 @@ class Arguments(ModelArguments):
     """drafter directory for eagle3; default: the one that ships for the target"""
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
+    assume_acceptance: Shares | None = None
+    """with --dummy: also draft with a random drafter, whose drafts are accepted in these shares of the steps, by
+    position; or one number: the probability of each draft, or beyond 1 the acceptance length"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     cost: MeasuredCost = field(default_factory=MeasuredCost)
 
@@ -82,7 +87,8 @@ def main(argv: list[str]) -> int:
     document = document_of(results, **facts, is_interrupted=interrupt is not None)
     document |= {"verdict": sweep_verdict(document["cells"]), "recommended": best_by_concurrency(document["cells"])}
     document = arguments.cost.added_to(document)
-    verdict = [each for each in (document["verdict"], *cost_lines(document["cost"] or {})) if each]
+    lines = assumption(document), document["verdict"], *cost_lines(document["cost"] or {})
+    verdict = [each for each in lines if each]
     print_document(document, arguments.json, *tables(document), verdict="\n".join(verdict) or None)
     if arguments.plot is not None and any(result.answers for result in results):
         plot(document, arguments.plot)
@@ -151,25 +157,34 @@ def _check_dummy(arguments: Arguments) -> None:
     if arguments.dummy is None:
         if arguments.workload.prompts is None:
             raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
+        if arguments.assume_acceptance:
+            raise ConfigError("--assume-acceptance needs --dummy", hint="drop it: with prompts, acceptance is measured")
         return
-    others = {
+    others: dict[str, Any] = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,
         "--categories": arguments.workload.categories,
         "--max-turns": arguments.workload.max_turns,
-        "--num-draft-tokens": arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None,
         "--anchors": arguments.anchors,
         "--target": arguments.target.target,
         "--drafter": arguments.drafter.drafter,
         "--eagle3-drafter": arguments.eagle3_drafter,
         "--methods": arguments.methods if arguments.methods not in (DEFAULT_METHODS, (PLAIN,)) else None,
     }
+    if arguments.assume_acceptance is None:
+        others["--num-draft-tokens"] = arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None
+    else:
+        assumed_shares(arguments.assume_acceptance, max(_dummy_depths(arguments)))
     for name, value in others.items():
         if value:
             raise ConfigError(
                 f"--dummy runs plain decoding on random weights and prompts, which contradicts {name}",
                 hint="drop one of the two",
             )
+
+
+def _dummy_depths(arguments: Arguments) -> tuple[int, ...]:
+    return tuple(depth for depth in arguments.num_draft_tokens if depth is not None) or (USUAL_DEPTH,)
 
 
 def run_workload(
@@ -220,20 +235,24 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
 
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
-    """Like `run_workload`, with plain decoding on random weights; the facts include the bandwidth."""
+    """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
     from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
     from peagle.targets.shapes import dummy_target
 
     assert arguments.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
     target = dummy_target(arguments.dummy, dtype=arguments.target.dtype, device=arguments.target.device)
+    depths, given = _dummy_depths(arguments), arguments.assume_acceptance
+    shares = () if given is None else assumed_shares(given, max(depths))
+    drafters = {} if given is None else {"p-eagle": dummy_drafter(target, max(depths))}
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
     bandwidth = measure_bandwidth(target.device)
-    cells = cells_of((PLAIN,), {}, arguments.concurrency)
+    cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
-    interrupt = measure(arguments, cells, target, {}, prompt_ids, params, num_requests, results)
+    interrupt = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
-    return facts | {"bandwidth": bandwidth_report(target, bandwidth, results)}, interrupt
+    facts |= {"bandwidth": bandwidth_report(target, bandwidth, results, drafters.get("p-eagle"))}
+    return facts | ({"assumed_acceptance": shares} if shares else {}), interrupt
 
 
 def drafter_name(arguments: Arguments, method: str, target: "HFTarget") -> str:
@@ -274,6 +293,7 @@ def measure(
     num_requests: Mapping[int, int],
     results: list[CellResult],
     conversations: Conversations | None = None,
+    assumed: tuple[float, ...] = (),
 ) -> KeyboardInterrupt | None:
     """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
     arguments.cost.check(accelerator(target))
@@ -292,7 +312,7 @@ def measure(
 
         longest = None if conversations is None else conversations.max_length(max_tokens)
         sizes: dict[str, Any] = {"concurrency": concurrency, "max_tokens": max_tokens, "longest": longest}
-        factory = llm_factory(target, drafters, prompts, **sizes, progress=on_start)
+        factory = llm_factory(target, drafters, prompts, **sizes, progress=on_start, assumed_acceptance=assumed)
         options: dict[str, Any] = {"num_requests": num_requests, "on_cell": on_cell}
         turns: dict[str, Any] = {"conversations": conversations, "device": target.device}
         try:

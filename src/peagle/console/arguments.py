@@ -139,14 +139,16 @@ class KeyArguments:
         return key or None
 
 
-def comma_list(read: Callable[[str], T], metavar: str) -> PrimitiveConstructorSpec[tuple[T, ...]]:
-    """Comma-separated values without duplicates."""
+def comma_list(
+    read: Callable[[str], T], metavar: str, *, may_repeat: bool = False
+) -> PrimitiveConstructorSpec[tuple[T, ...]]:
+    """Comma-separated values, without duplicates unless they may repeat."""
 
     def values(words: list[str]) -> tuple[T, ...]:
         found = tuple(read(word.strip()) for word in words[0].split(",") if word.strip())
         if not found:
             raise ValueError(f"{words[0]!r} is empty")
-        if len(set(found)) < len(found):
+        if len(set(found)) < len(found) and not may_repeat:
             raise ConfigError(f"{words[0]}: duplicate value", hint="list each value once")
         return found
 
@@ -166,6 +168,7 @@ def _number_or_auto(word: str) -> int | None:
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
+Shares = Annotated[tuple[float, ...], comma_list(float, "FLOAT[,FLOAT...]", may_repeat=True)]
 NumbersOrAuto = Annotated[tuple[int | None, ...], comma_list(_number_or_auto, "{INT|auto}[,...]")]
 
 
@@ -242,11 +245,11 @@ class WorkloadArguments:
 SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
-    "alarms", "allow_mismatch", "anchors", "categories", "checkpoint_activations", "cors_origins", "detailed",
-    "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init", "keep_cut",
-    "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel",
-    "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention", "reuse_prefixes",
-    "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
+    "alarms", "allow_mismatch", "anchors", "assume_acceptance", "categories", "checkpoint_activations", "cors_origins",
+    "detailed", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init",
+    "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head",
+    "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention",
+    "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
 }  # fmt: skip
 """Fields whose options only --help-all shows. They work all the same."""
 HELP_ALL = "--help-all"

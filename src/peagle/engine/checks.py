@@ -50,7 +50,7 @@ def check_drafts(
         return 0, config
     if num_draft_tokens is None:
         num_draft_tokens = drafter.config.usual_num_draft_tokens
-        if drafter.config.parallel and config.tree_nodes is None:
+        if drafter.config.parallel and config.tree_nodes is None and not config.assumed_acceptance:
             num_draft_tokens = min(TREE_DEPTH, drafter.config.num_draft_tokens or num_draft_tokens)
             config = replace(config, tree_nodes=TREE_NODES)
         return num_draft_tokens, config

@@ -1,6 +1,7 @@
 """Settings of an engine, and the batch shapes that CUDA graphs are captured for."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from peagle.errors import ConfigError
 
@@ -66,11 +67,19 @@ class EngineConfig(EngineOptions):
     each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
     """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
+    assumed_acceptance: tuple[float, ...] = ()
+    """for measurements with random weights: accept the draft at each depth of a chain in this share of the steps,
+    whatever the target says"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
             self._require(name, minimum)
+        shares = self.assumed_acceptance
+        if not all(0 <= share <= 1 for share in shares) or any(a < b for a, b in pairwise(shares)):
+            raise ConfigError(f"assumed_acceptance must be shares that do not grow with depth, got {list(shares)}")
+        if shares and self.tree_nodes is not None:
+            raise ConfigError("assumed_acceptance is for chains, but tree_nodes asks for a tree")
 
 
 def decode_buckets(max_batch: int) -> tuple[int, ...]:

@@ -424,7 +424,8 @@ class Runner:
             drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)
-        self.step = self.plain_step = Step(self.paged_target, drafting, *shared)
+        assumed = config.assumed_acceptance if drafting is not None else ()
+        self.step = self.plain_step = Step(self.paged_target, drafting, *shared, assumed)
         if drafting is not None:
             self.plain_step = Step(self.paged_target, None, self.state.without_drafts(), *shared[1:])
 

@@ -21,7 +21,7 @@ Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D
 pass, V vocabulary, A width of the concatenated hidden states (aux) of the target.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from peagle.worker.verify_batch import (
     Accepted,
     VerifyBatch,
     all_drafts,
+    assume_acceptance,
     cells,
     draft_curve,
     likeliest_drafts,
@@ -73,9 +74,12 @@ class Step:
         memory: Memory,
         max_position: int,
         compile: Compile = run_eagerly,
+        assumed: Sequence[float] = (),
     ) -> None:
+        """`assumed` as `EngineConfig.assumed_acceptance`."""
         self.target, self.drafting, self.state, self.memory = target, drafting, state, memory
         self.page_size, self.max_position = memory.page_size, max_position
+        self._assumed_K = torch.tensor(assumed, dtype=torch.float64, device=state.length.device) if assumed else None
         self._run_all_drafts = compile(all_drafts)
         self._run_likeliest_drafts = compile(likeliest_drafts)
         self._run_accept = compile(self._accept)
@@ -127,7 +131,11 @@ class Step:
 
     def _accept(self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor) -> Accepted:
         wanted_N = self.state.choose(logits_NV, batch.row_N, batch.position_N + 1)
-        return self._commit(rows_B, batch, wanted_N)
+        wanted_BL = wanted_N[batch.place_BL]
+        if self._assumed_K is not None:
+            tokens_BL, length_B = batch.token_ids_N[batch.place_BL], batch.paged_rows.context_B
+            wanted_BL = assume_acceptance(wanted_BL, tokens_BL, self._assumed_K, rows_B, length_B)
+        return self._commit(rows_B, batch, wanted_BL)
 
     def _accept_adjusted(
         self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor, adjustments: Adjustments
@@ -145,17 +153,17 @@ class Step:
             batch.num_drafts_B,
             adjustments.tolerated_gap[rows_B],
         )
-        accepted = self._commit(rows_B, batch, wanted_BL.flatten(), exact_N)
+        accepted = self._commit(rows_B, batch, wanted_BL, exact_N)
         adjustments.count(rows_B, accepted.emitted_BE[:, 3:], accepted.emitted_BE[:, 0])
         return accepted
 
-    def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_N: Tensor, exact_N: Tensor | None = None) -> Accepted:
+    def _commit(self, rows_B: Tensor, batch: VerifyBatch, wanted_BL: Tensor, exact_N: Tensor | None = None) -> Accepted:
         """Compare the drafts with the wanted tokens, and set the new lengths of the rows.
 
-        `exact_N` are the target's own tokens if they may differ from `wanted_N`, because a draft is tolerated.
+        `exact_N` are the target's own tokens if they may differ from `wanted_BL`, because a draft is tolerated.
         """
         state, num_drafts_B = self.state, batch.num_drafts_B
-        tokens_BL, wanted_BL = batch.token_ids_N[batch.place_BL], wanted_N[batch.place_BL]
+        tokens_BL = batch.token_ids_N[batch.place_BL]
         tree = (state.parent[rows_B], state.depth[rows_B], state.ancestors[rows_B])
         num_accepted_B, node_BD = keep_path(wanted_BL, tokens_BL, *tree, num_drafts_B, state.num_draft_tokens)
         wanted_BD = wanted_BL.gather(1, node_BD)

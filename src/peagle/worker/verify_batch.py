@@ -27,10 +27,14 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.attention import PagedRows, RowTree
+from peagle.kernels.random_numbers import uniform
 from peagle.worker.row_state import RowState
 
 NUM_THRESHOLDS, THRESHOLD_STEP = 24, 0.35
 """Thresholds of a `DraftCurve`, as log-probabilities: 0, -0.35, -0.7, ... Half the probability every other one."""
+
+STREAM_ASSUME, SEEDS_PER_ROW = 1, 1 << 32
+"""Random numbers of `assume_acceptance`: of the row, its newest token and its length."""
 
 
 class VerifyBatch(NamedTuple):
@@ -123,6 +127,22 @@ def likeliest_drafts(
         first_B[:, None] + torch.minimum(node_L, num_chosen_B[:, None]),
         torch.minimum(num_chosen_B, num_drafts(confidence_BM)),
     )
+
+
+def assume_acceptance(
+    wanted_BL: Tensor, tokens_BL: Tensor, share_K: Tensor, rows_B: Tensor, length_B: Tensor
+) -> Tensor:
+    """The wanted tokens of a target that accepts the draft at depth d of a chain in a share `share_K[d]` of the steps.
+
+    For measurements with random weights, whose drafts are never right. Shares do not grow with depth, so one number per
+    request and step decides.
+    """
+    most = min(len(share_K), tokens_BL.shape[1] - 1)
+    seed_B = rows_B * SEEDS_PER_ROW + tokens_BL[:, 0]
+    is_kept_BK = uniform(seed_B, length_B, STREAM_ASSUME)[:, None] < share_K[:most]
+    draft_BK, own_BK = tokens_BL[:, 1 : most + 1], wanted_BL[:, :most]
+    other_BK = torch.where(own_BK == draft_BK, (draft_BK == 0).to(draft_BK.dtype), own_BK)
+    return torch.cat([torch.where(is_kept_BK, draft_BK, other_BK), wanted_BL[:, most:]], dim=1)
 
 
 def num_drafts(confidence_BM: Tensor) -> Tensor:
