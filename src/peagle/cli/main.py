@@ -98,6 +98,7 @@ def run(argv: list[str]) -> int:
         print(COMPLETION.read_text(encoding="utf-8"), end="")
         return 0
     name, *rest = argv
+    command = " ".join(argv[: 1 + (name in SUBCOMMANDS)])
     _show_log()
     try:
         if name not in COMMANDS:
@@ -109,12 +110,10 @@ def run(argv: list[str]) -> int:
             if rest[0] not in known:
                 hint = f"{nearest(rest[0], known)} `peagle {name} --help` lists them"
                 raise PeagleError(f"no command '{name} {rest[0]}'", hint=hint)
-        if name == "deploy":
-            name, rest = f"deploy_{rest[0]}", rest[1:]
         status: int = importlib.import_module(f"peagle.cli.{name}").main(rest)
         return status
     except PeagleError as error:
-        return _explain(error.message, error.hint or f"`peagle {name.replace('_', ' ')} --help` lists the options")
+        return _explain(error.message, error.hint or f"`peagle {command} --help` lists the options")
     except SystemExit as end:  # tyro printed help, or explained a bad option
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt as signaled:
