@@ -19,6 +19,7 @@ FLOORS = {
     "cli": 13,
     "console": 12,
     "adaptation": 12,
+    "building": 12,
     "sagemaker": 12,
     "report": 12,
     "tuning": 12,

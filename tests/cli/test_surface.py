@@ -72,6 +72,10 @@ FLAGS = {
         "--learning-rate --warmup-steps --seed --save-every --features --checkpoint-activations "
         f"--no-checkpoint-activations --parallel {TARGET}"
     ),
+    "build": (
+        "--output --budget --data --prompts --recipe --max-length --num-draft-tokens --num-layers --seed --dry-run "
+        f"--from-stage --to-stage --price-per-hour --instance {TARGET}"
+    ),
     "adapt": (
         "--data --output --old --minutes --old-share --num-held-out --num-old --learning-rate --seed --swap "
         f"--json {API_KEY} {TARGET} {DRAFTER.replace(' --no-allow-mismatch', '')}"
@@ -99,6 +103,7 @@ ARGUMENTS = {
     "catalog": "[NAME]",
     "bench serve": "[URL]",
     "serve": "[TARGET]",
+    "build": "[TARGET]",
     "report": "RESULT.json ...",
     "top": "[URL]",
     "data inspect": "DATA",

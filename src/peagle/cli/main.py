@@ -27,6 +27,7 @@ GROUPS = {
         "doctor": "show versions, device and automatic choices; with a drafter, check it before serving",
     },
     "train": {
+        "build": "the whole way in one command: text, training, gate, comparison and report, within a budget",
         "data": "generate training data with the target, and inspect it",
         "train": "train a drafter for a target",
         "adapt": "adapt a drafter to what is served, in minutes, and swap it into a running server",
@@ -55,7 +56,7 @@ PURPOSES = {
 }
 ABOUT = f"peagle {__version__}: P-EAGLE speculative decoding. Faster generation, identical output."
 COMPLETION = Path(__file__).parents[1] / "assets" / "completion.bash"
-RESUMABLE = ("data", "train", "adapt")
+RESUMABLE = ("build", "data", "train", "adapt")
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT

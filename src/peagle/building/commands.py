@@ -1,0 +1,112 @@
+"""The command of each stage: what a user would type to run it alone."""
+
+from pathlib import Path
+from typing import Any
+
+from peagle.building.config import BuildSettings, Stage
+from peagle.building.plan import GREEDY_HELD_OUT, Measured, Plan
+
+FILES: dict[Stage, str] = {
+    "data": "data",
+    "train": "drafter",
+    "eval": "eval.json",
+    "gate": "gate.json",
+    "lossless": "lossless.json",
+    "bench": "bench.json",
+    "report": "report.html",
+}
+"""What a stage writes into OUTPUT."""
+PROMPTS_NAME, SYNTHESIS_NAME = "prompts.jsonl", "synthesis.toml"
+SHORT_ROW = 256
+"""Rows below this length need shorter questions than `peagle data synthesize` lets the target write."""
+LEAST_PROMPTS = 8
+MOST_CUT = 512
+"""Rows up to this length keep answers that are cut at it: most are."""
+
+
+def stage_path(settings: BuildSettings, stage: Stage) -> Path:
+    return settings.output / FILES[stage]
+
+
+def commands_of(
+    settings: BuildSettings, target: list[str], measured: Measured, plan: Plan, cost: list[str]
+) -> dict[Stage, list[str]]:
+    """Command lines without the leading `peagle`. `target` and `cost` are options that are passed on."""
+    drafter = [*target, "--drafter", str(stage_path(settings, "train"))]
+    effort, given = plan.effort, [] if settings.prompts is None else ["--prompts", str(settings.prompts)]
+    compared = settings.prompts or settings.output / PROMPTS_NAME
+    results = [str(stage_path(settings, stage)) for stage in ("bench", "eval", "lossless")]
+    concurrency = ",".join(map(str, effort.concurrency))
+    return {
+        "data": _data(settings, target, measured, plan),
+        "train": _train(settings, target, measured, plan),
+        "eval": [
+            "eval",
+            *drafter,
+            *given,
+            *_options(limit=effort.eval_prompts, max_tokens=effort.max_tokens),
+            "--record",
+            "--json",
+        ],
+        "gate": ["doctor", *drafter, "--json"],
+        "lossless": ["lossless", *drafter, *_options(**effort.lossless), "--json"],
+        "bench": [
+            "bench",
+            *drafter,
+            *_options(prompts=compared, limit=effort.bench_prompts, max_tokens=effort.max_tokens),
+            *_options(max_turns=1, concurrency=concurrency),
+            *cost,
+            "--json",
+        ],
+        "report": ["report", *results, "--output", str(stage_path(settings, "report"))],
+    }
+
+
+def with_option(command: list[str], name: str, value: Any) -> list[str]:
+    """The command with the option set to another value, or added.
+
+    >>> with_option(["data", "--seconds", "60", "--json"], "--seconds", 5)
+    ['data', '--seconds', '5', '--json']
+    """
+    if name not in command:
+        return [*command, name, str(value)]
+    place = command.index(name) + 1
+    return [*command[:place], str(value), *command[place + 1 :]]
+
+
+def _data(settings: BuildSettings, target: list[str], measured: Measured, plan: Plan) -> list[str]:
+    output, length = stage_path(settings, "data"), measured.max_length
+    plain = ["--drafter", "none"] if measured.device == "cpu" else []
+    common = [*target, *_options(output=output, max_length=length, seed=settings.seed), *plain, "--json"]
+    if settings.data is not None:
+        limit = max(LEAST_PROMPTS, round(plan.num_tokens / answer_tokens(measured)))
+        own = _options(prompts=settings.data, limit=limit, max_answer_tokens=length)
+        return ["data", "regenerate", *own, *common]
+    held_out = max(4, min(GREEDY_HELD_OUT, plan.num_tokens // (10 * answer_tokens(measured))))
+    own = _options(num_tokens=plan.num_tokens, num_held_out=held_out)
+    if measured.has_chat_template and length <= MOST_CUT:
+        own.append("--keep-cut")
+    if length < SHORT_ROW:
+        own += _options(recipe=settings.output / SYNTHESIS_NAME)
+    return ["data", "synthesize", *own, *common]
+
+
+def synthesis_recipe(measured: Measured) -> str:
+    """A recipe for short rows: a question takes at most 0.4 of one."""
+    return f"max_question_tokens = {int(0.4 * measured.max_length)}\n"
+
+
+def answer_tokens(measured: Measured) -> int:
+    """Tokens of a usual answer."""
+    return max(1, measured.max_length // 2)
+
+
+def _train(settings: BuildSettings, target: list[str], measured: Measured, plan: Plan) -> list[str]:
+    recipe = [] if measured.recipe is None else ["--recipe", measured.recipe]
+    steps = {"num_steps": plan.num_steps, "warmup_steps": max(1, min(200, plan.num_steps // 20))}
+    paths = {"data": stage_path(settings, "data"), "output": stage_path(settings, "train")}
+    return ["train", *target, *recipe, *_options(**paths, **measured.options, **steps, save_every=plan.save_every)]
+
+
+def _options(**values: Any) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]

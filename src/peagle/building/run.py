@@ -1,0 +1,319 @@
+"""Runs the stages of a build one after another, skips those that are finished, and says what to change if one fails.
+
+A stage is a command of peagle, run in this process. `check` has none: it loads the target and measures the machine.
+"""
+
+import json
+import logging
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle.building.commands import (
+    FILES,
+    PROMPTS_NAME,
+    SYNTHESIS_NAME,
+    answer_tokens,
+    commands_of,
+    stage_path,
+    synthesis_recipe,
+    with_option,
+)
+from peagle.building.config import STAGES, Budget, BuildSettings, Stage
+from peagle.building.plan import (
+    MARGIN,
+    Measured,
+    Plan,
+    check_disk,
+    make_plan,
+    measured_from,
+    minutes,
+    outcome_of,
+    steps_within,
+)
+from peagle.building.state import BuildState
+from peagle.checkpoint.card import read_card
+from peagle.checkpoint.layouts import WEIGHTS_NAME
+from peagle.data.prompts import read_dialogs
+from peagle.data.shards import write_whole
+from peagle.errors import CapacityError, PeagleError
+from peagle.targets.prices import Price
+
+if TYPE_CHECKING:
+    from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
+
+Call = Callable[[list[str]], tuple[int, str]]
+"""Runs a command line; returns its status and what it printed."""
+GROWING = ("--num-tokens", "--limit", "--seconds")
+"""Options of the text with which more is added to what is there."""
+HELP: dict[Stage, str] = {
+    "check": "use another target or device",
+    "data": "use an instruction-tuned target, raise --max-length, or give prompts with --data",
+    "train": "lower --max-length or --num-layers, or pass a larger --budget",
+    "eval": "give other prompts with --prompts",
+    "gate": "train again with --from-stage train, with a larger --budget if acceptance is the difference",
+    "lossless": "pass a larger --budget with --from-stage data; lossless.json lists every difference",
+    "bench": "give fewer or shorter prompts with --prompts",
+    "report": "pip install 'peagle[plot]'",
+}
+
+
+class StageError(PeagleError):
+    """A stage that failed, and what to change."""
+
+
+@dataclass
+class Build:
+    """One build. `target` are the options that name the target; `load` loads it; `say` prints a line."""
+
+    settings: BuildSettings
+    target: list[str]
+    described: dict[str, Any]
+    load: "Callable[[], HFTarget]"
+    call: Call
+    say: Callable[[str], None]
+    price: Price | None = None
+    cost: list[str] = field(default_factory=list)
+    state: BuildState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = BuildState.read(self.settings.output) or BuildState(self.described)
+
+    def prepare(self, first: Stage | None = None) -> tuple[Measured, Plan]:
+        """Check settings against an earlier run, measure unless that is done, and plan. Writes nothing."""
+        self.state.check_settings(self.described, first, self.settings.output)
+        measured = self._measured(first)
+        plan = make_plan(measured, self._budget(), most_tokens=self._most_tokens(measured))
+        parent = next(
+            each for each in (self.settings.output, *self.settings.output.absolute().parents) if each.exists()
+        )
+        check_disk(plan, shutil.disk_usage(parent).free)
+        return measured, plan
+
+    def run(self, measured: Measured, plan: Plan, first: Stage | None = None, last: Stage = "report") -> None:
+        """Run the stages that are not finished, up to the last."""
+        if first is not None:
+            self._discard(first, measured, plan)
+        self.state.write(self.settings.output)
+        for number, stage in enumerate(STAGES[: STAGES.index(last) + 1], start=1):
+            if stage == "check" or self.state.is_finished(stage):
+                continue
+            command = self._command(stage, measured, plan)
+            self._write_inputs(measured)
+            self.say(f"\n[{number}/{len(STAGES)}] {stage}: peagle {shlex.join(command)}")
+            self._run(stage, command)
+            self.say(f"{stage}: {said_of(stage, self.state)}, {minutes(self.state.stages[stage].seconds)}")
+
+    def document(self, stage: Stage) -> dict[str, Any]:
+        """What a finished stage printed as JSON."""
+        document: dict[str, Any] = json.loads(stage_path(self.settings, stage).read_text(encoding="utf-8"))
+        return document
+
+    def commands(self, measured: Measured, plan: Plan) -> dict[Stage, list[str]]:
+        return commands_of(self.settings, self.target, measured, plan, self.cost)
+
+    def _budget(self) -> Budget | None:
+        return None if self.settings.budget is None else Budget.parse(self.settings.budget).at(self.price)
+
+    def _measured(self, first: Stage | None) -> Measured:
+        """The rates of an earlier run, or new ones if that had another shape."""
+        shape = {name: self.described[name] for name in ("max_length", "num_draft_tokens", "num_layers", "recipe")}
+        record = self.state.stages.get("check")
+        if first != "check" and record is not None and record.outcome.get("shape") == shape:
+            return measured_from(record.outcome["measured"])
+        self.say("measuring how fast this machine decodes and trains; nothing is written yet")
+        self.state.begin("check", [])
+        started = time.perf_counter()
+        target = self.load()
+        load_seconds = time.perf_counter() - started
+
+        from peagle.building.measure import fitting_prompts, measure
+
+        measured = measure(target, self.settings, load_seconds)
+        prompts = fitting_prompts(target)
+        outcome = {"measured": outcome_of(measured), "shape": shape, "prompts": prompts}
+        self.state.end("check", "finished", outcome)
+        return measured
+
+    def _most_tokens(self, measured: Measured) -> int | None:
+        """Answer tokens that the prompts of --data can give."""
+        if self.settings.data is None:
+            return None
+        return len(read_dialogs(self.settings.data)) * answer_tokens(measured)
+
+    def _command(self, stage: Stage, measured: Measured, plan: Plan) -> list[str]:
+        """The planned command. That of a stage which goes on keeps its settings, but not the time it may take."""
+        begun = self.state.stages.get(stage)
+        if stage == "train":
+            if begun is not None:
+                return begun.command
+            plan = self._settled(measured, plan)
+        command = self.commands(measured, plan)[stage]
+        if stage == "data" and plan.budget is not None and self.settings.data is None:
+            spent = 0.0 if begun is None else begun.seconds
+            fixed = plan.seconds["data"] - plan.num_tokens / measured.answers_per_second
+            return with_option(command, "--seconds", max(5, round(plan.seconds["data"] - fixed - spent)))
+        return command
+
+    def _settled(self, measured: Measured, plan: Plan) -> Plan:
+        """The plan with as many steps as the text is worth and the time that is left allows."""
+        num_tokens = self.state.stages["data"].outcome["num_answer_tokens"]
+        if plan.budget is None or plan.budget.seconds is None:
+            return plan
+        later = sum(plan.seconds[stage] for stage in STAGES[STAGES.index("eval") :])
+        fixed = plan.seconds["train"] - plan.num_steps * measured.seconds_per_step
+        left = MARGIN * plan.budget.seconds - self.state.seconds - later - fixed
+        num_steps = steps_within(measured, left, num_tokens)
+        seconds = plan.seconds | {"train": fixed + num_steps * measured.seconds_per_step}
+        if num_steps * measured.seconds_per_step > left:
+            log.warning(
+                "%s are left of the budget; the least training, %d steps, exceeds it", minutes(max(0, left)), num_steps
+            )
+        return replace(plan, num_steps=num_steps, seconds=seconds)
+
+    def _write_inputs(self, measured: Measured) -> None:
+        """Files that commands of the stages read."""
+        lines = [json.dumps(row) + "\n" for row in self.state.stages["check"].outcome["prompts"]]
+        for name, text in ((PROMPTS_NAME, "".join(lines)), (SYNTHESIS_NAME, synthesis_recipe(measured))):
+            write_whole(self.settings.output / name, text.encode())
+
+    def _run(self, stage: Stage, command: list[str]) -> None:
+        state, output = self.state, self.settings.output
+        state.begin(stage, command)
+        state.write(output)
+        try:
+            status, printed = (0, "") if self._is_trained(stage) else self.call(command)
+            document = json.loads(printed.strip().rpartition("\n")[2]) if "--json" in command else {}
+            if stage not in ("data", "train", "report"):
+                write_whole(stage_path(self.settings, stage), (json.dumps(document) + "\n").encode())
+            if status:
+                raise StageError(_failure(stage, document))
+            outcome = outcome_of_stage(stage, document, stage_path(self.settings, stage))
+        except KeyboardInterrupt:
+            state.pause()
+            state.write(output)
+            raise
+        except Exception as error:
+            explained = self._explained(stage, error)
+            state.end(stage, "failed", {"error": explained.message, "hint": explained.hint})
+            state.write(output)
+            if isinstance(error, PeagleError) or explained.hint is not None:
+                raise explained from error
+            raise
+        state.end(stage, "finished", outcome)
+        state.write(output)
+
+    def _is_trained(self, stage: Stage) -> bool:
+        """Whether training had finished when the build was killed."""
+        if stage != "train":
+            return False
+        from peagle.training.resume import saved_settings
+
+        output = stage_path(self.settings, stage)
+        return (output / WEIGHTS_NAME).exists() and not saved_settings(output)
+
+    def _explained(self, stage: Stage, error: Exception) -> PeagleError:
+        again = f"Then rerun the command: it resumes at {stage}"
+        if isinstance(error, PeagleError):
+            hint = error.hint or HELP[stage]
+            return StageError(f"the stage {stage} failed: {error.message}", hint=f"{hint}. {again}")
+        if type(error).__name__ == "OutOfMemoryError":
+            message = f"the stage {stage} ran out of memory: {str(error).splitlines()[0]}"
+            return CapacityError(message, hint=f"{HELP['train']}. {again}")
+        return StageError(f"the stage {stage} failed: {type(error).__name__}: {error}")
+
+    def _discard(self, first: Stage, measured: Measured, plan: Plan) -> None:
+        """Forget the stages from the first on, and delete what they wrote; text that the new plan adds to is kept."""
+        later = STAGES[STAGES.index(first) :]
+        check = self.state.stages["check"]
+        earlier = self.state.stages.get("data")
+        planned = self.commands(measured, plan)["data"]
+        grows = earlier is not None and _grows(earlier.command, planned)
+        self.state.forget(first)
+        self.state.stages = {"check": check} | self.state.stages
+        for stage in later:
+            if stage in FILES and not (stage == "data" and grows):
+                _remove(stage_path(self.settings, stage))
+
+
+def outcome_of_stage(stage: Stage, document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The figures of a finished stage."""
+    if stage == "data":
+        return {name: document[name] for name in ("num_rows", "num_tokens", "num_answer_tokens", "tokens_per_second")}
+    if stage == "train":
+        card = read_card(path)
+        assert card is not None, "training wrote it"
+        entry = card.acceptance.get("held_out_replay") or {}
+        return {"num_steps": card.training["num_steps"], "acceptance_length": entry.get("acceptance_length")}
+    if stage == "eval":
+        names = ("workload", "num_prompts", "num_draft_tokens", "acceptance_length", "per_position")
+        return {name: document[name] for name in names}
+    if stage == "gate":
+        return {"passed": document["gate"]["passed"], "not_checked": document["gate"]["not_checked"]}
+    if stage == "lossless":
+        return {"lossless": document["lossless"]}
+    return {name: document[name] for name in ("verdict", "recommended") if name in document}
+
+
+def said_of(stage: Stage, state: BuildState) -> str:
+    """One phrase on a finished stage."""
+    found = state.stages[stage].outcome
+    match stage:
+        case "data":
+            return f"{found['num_rows']:,} conversations, {found['num_answer_tokens']:,} answer tokens"
+        case "train":
+            length = found["acceptance_length"]
+            kept = "" if length is None else f", acceptance length {length:.2f} on held-out answers"
+            return f"{found['num_steps']:,} steps{kept}"
+        case "eval":
+            return f"acceptance length {found['acceptance_length']:.2f} on {found['workload']}"
+        case "gate":
+            return "PASS" if found["passed"] else "FAIL"
+        case "lossless":
+            return "lossless" if found["lossless"] else "NOT lossless"
+        case "bench":
+            return str(found["verdict"])
+        case _:
+            return "done"
+
+
+def _failure(stage: Stage, document: dict[str, Any]) -> str:
+    """Why a command ended with a status other than 0."""
+    if stage == "gate":
+        first = document["gate"]["first_difference"]
+        cause = f" (likely cause: {first['cause']})" if first.get("cause") else ""
+        return f"{first['name']}: {first['found']}{cause}"
+    if stage == "lossless":
+        if document["acceptance_length"] <= 1:
+            return "no draft token was accepted, so nothing was tested"
+        held = [each for each in (*document["comparisons"], *document["distributions"]) if not each["holds"]]
+        return f"{len(held)} comparisons with the target's own answers do not hold"
+    failed = [cell["failure"] for cell in document.get("cells", ()) if cell.get("failure")]
+    return failed[0] if failed else "it ended with an error"
+
+
+def _grows(earlier: list[str], now: list[str]) -> bool:
+    """Whether a command for text adds to what the earlier one wrote."""
+    kept = []
+    for command in (earlier, now):
+        for name in GROWING:
+            if name in command:
+                command = with_option(command, name, "")
+        kept.append([word for word in command if word and word not in GROWING])
+    amounts = [
+        int(command[command.index(name) + 1]) for command in (earlier, now) for name in GROWING[:2] if name in command
+    ]
+    return kept[0] == kept[1] and len(amounts) == 2 and amounts[1] > amounts[0]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,89 @@
+"""The shape of a drafter and of its training, chosen from the target's size and the device.
+
+On a GPU it is that of the recipe for such a model. On a CPU it is a small drafter: one layer, four draft tokens and
+short rows, which is what an hour of two cores can train.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.building.config import BuildSettings
+from peagle.config import from_toml
+from peagle.errors import ConfigError, nearest
+from peagle.objective.config import TrainConfig
+from peagle.targets.catalog import ASSETS
+
+RECIPES = ASSETS / "recipes"
+SMALL = 1_000_000_000
+"""Parameters below which a model is trained for like the embedded one."""
+FULL_TOKENS = {"embedded": 30_000_000}
+MOST_TOKENS = 100_000_000
+"""Answer tokens of a build without a budget; the comments of the recipes say where they come from."""
+ON_CPU: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 4, "max_length": 192, "learning_rate": 1e-3}
+TOKENS_PER_STEP = 1024
+"""of training on a CPU"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What `peagle train` is told. `options` are those that differ from the recipe."""
+
+    recipe: str | None
+    options: dict[str, Any]
+    num_tokens: int
+    """answer tokens of a build without a budget"""
+
+    def train_config(self, data: Path, output: Path, **changes: Any) -> TrainConfig:
+        own = {"data": data, "output": output} | self.options | changes
+        if self.recipe is None:
+            return TrainConfig(**own)
+        config = from_toml(TrainConfig, _recipe_path(self.recipe), absent={"data": data, "output": output})
+        return TrainConfig(**vars(config) | own)
+
+
+def recipe_for(num_parameters: int, architecture: str, has_experts: bool) -> str:
+    """
+    >>> recipe_for(135_000_000, "LlamaForCausalLM", False), recipe_for(8_000_000_000, "LlamaForCausalLM", False)
+    ('embedded', 'dense-8b')
+    >>> recipe_for(21_000_000_000, "GptOssForCausalLM", True), recipe_for(30_000_000_000, "Qwen3MoeForCausalLM", True)
+    ('gpt-oss-20b', 'moe-30b')
+    """
+    if architecture.startswith("GptOss"):
+        return "gpt-oss-20b"
+    if has_experts:
+        return "moe-30b"
+    return "embedded" if num_parameters < SMALL else "dense-8b"
+
+
+def shape_of(
+    settings: BuildSettings, *, num_parameters: int, architecture: str, has_experts: bool, is_gpu: bool, room: int
+) -> Shape:
+    """The shape for a target. `room` is its longest row."""
+    given = {name: getattr(settings, name) for name in ("max_length", "num_draft_tokens", "num_layers")}
+    given = {name: value for name, value in given.items() if value is not None}
+    recipe = settings.recipe or (recipe_for(num_parameters, architecture, has_experts) if is_gpu else None)
+    options = given if recipe is not None else ON_CPU | given
+    shape = Shape(recipe, options | {"seed": settings.seed}, FULL_TOKENS.get(recipe or "embedded", MOST_TOKENS))
+    config = shape.train_config(Path("data"), Path("drafter"))
+    if config.max_length > room:
+        options = options | {"max_length": room}
+    if recipe is None:
+        options = options | {"batch_size": max(1, TOKENS_PER_STEP // options["max_length"])}
+    return Shape(shape.recipe, options | {"seed": settings.seed}, shape.num_tokens)
+
+
+def check_recipe(settings: BuildSettings) -> None:
+    """Refuse a recipe that is not there, before anything is loaded."""
+    if settings.recipe is not None:
+        Shape(settings.recipe, {}, 1).train_config(Path("data"), settings.output)
+
+
+def _recipe_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix or path.exists():
+        return path
+    names = {each.stem: each for each in RECIPES.glob("*.toml")}
+    if name not in names:
+        raise ConfigError(f"no recipe {name!r}: neither a file nor a name", hint=nearest(name, names))
+    return names[name]
