@@ -49,7 +49,7 @@ def commands_of(
             "--json",
         ],
         "gate": ["doctor", *drafter, "--json"],
-        "lossless": ["lossless", *drafter, *_options(**effort.lossless), "--json"],
+        "lossless": ["lossless", *drafter, *_options(prompts=compared, **effort.lossless), "--json"],
         "bench": [
             "bench",
             *drafter,

@@ -5,17 +5,17 @@ import time
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from peagle.building.config import BuildSettings
 from peagle.building.plan import Measured
-from peagle.building.shape import Shape, shape_of
+from peagle.building.shape import ROW_TIME, Shape, TargetFacts, shape_of
 from peagle.compare.acceptance import MIXED_PROMPTS_PATH
 from peagle.compare.evidence import render_texts
 from peagle.data.conversations import Conversation
+from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
 from peagle.host_memory import available_bytes
 from peagle.objective.config import TrainConfig
@@ -33,29 +33,33 @@ TIMED_TOKENS = {"cuda": 128, "cpu": 16}
 TIMED_STEPS = {"cuda": 12, "cpu": 3}
 
 
-def measure(target: HFTarget, settings: BuildSettings, load_seconds: float) -> Measured:
-    """Decode random prompts and train a few steps on random rows. Nothing is kept."""
+def measure(target: HFTarget, settings: BuildSettings, budget: float, load_seconds: float) -> Measured:
+    """Decode random prompts and train a few steps on random rows. Nothing is kept. `budget` is in seconds."""
     text_config = target.model.config.get_text_config()
     num_parameters = sum(parameter.numel() for parameter in target.model.parameters())
-    shape = shape_of(
-        settings,
+    start_seconds, alone, batched = _decoding(target)
+    is_gpu, batch = target.device.type == "cuda", BATCH[target.device.type]
+    facts = TargetFacts(
         num_parameters=num_parameters,
         architecture=type(target.model).__name__,
         has_experts=bool(getattr(text_config, "num_experts_per_tok", None)),
-        is_gpu=target.device.type == "cuda",
-        room=target.max_length,
+        is_gpu=is_gpu,
+        max_length=target.max_length,
+        vocab_size=target.vocab_size,
+        row_seconds=ROW_TIME * budget,
+        seconds_per_token=batch / batched,
     )
+    shape = shape_of(settings, facts)
     config = shape.train_config(Path("data"), settings.output / "drafter")
     check_initial_drafter(target, config)
-    start_seconds, alone, batched = _decoding(target)
     seconds = _training(target, config)
-    size, num_drafter_parameters = _memory(target, config)
+    needed, drafter = _memory(target, config)
     return Measured(
         target=target.name,
         num_parameters=num_parameters,
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
-        accelerator=torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
+        accelerator=torch.cuda.get_device_name(target.device) if is_gpu else None,
         recipe=shape.recipe,
         options=shape.options,
         full_tokens=shape.num_tokens,
@@ -64,14 +68,15 @@ def measure(target: HFTarget, settings: BuildSettings, load_seconds: float) -> M
         max_length=config.max_length,
         num_draft_tokens=config.num_draft_tokens,
         num_layers=config.num_layers,
-        num_drafter_parameters=num_drafter_parameters,
+        num_drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        feature_bytes=_feature_bytes(target, drafter) if config.features == "cached" else 0,
         load_seconds=round(load_seconds, 2),
         start_seconds=round(start_seconds, 2),
         tokens_per_second=round(batched, 1),
         tokens_per_second_alone=round(alone, 1),
-        batch=BATCH[target.device.type],
+        batch=batch,
         seconds_per_step=round(seconds, 4),
-        memory_needed=size,
+        memory_needed=needed,
         memory_free=_free(target.device),
         has_chat_template=bool(target.tokenizer.chat_template),
     )
@@ -113,13 +118,18 @@ def _training(target: HFTarget, config: TrainConfig) -> float:
     return seconds_per_step(target, config, RunText(rows, (), {}), TIMED_STEPS[target.device.type])
 
 
-def _memory(target: HFTarget, config: TrainConfig) -> tuple[int, int]:
-    """Bytes of a training step, which needs more than any other stage, and the drafter's parameters."""
-    drafter = initial_drafter(target, config, None)
+def _memory(target: HFTarget, config: TrainConfig) -> tuple[int, Drafter]:
+    """Bytes of a training step, which needs more than any other stage, and the drafter."""
+    counts_V = None if config.draft_vocab_size is None else torch.ones(target.vocab_size, dtype=torch.int64)
+    drafter = initial_drafter(target, config, counts_V)
     config = planned(target, drafter, config, World.current())
     sizes = Sizes.of(target, drafter, config)
-    found: Any = estimate(sizes, config, config.micro_batch_size or 1, config.num_partitions or 1)
-    return found.total, sizes.num_parameters
+    return estimate(sizes, config, config.micro_batch_size or 1, config.num_partitions or 1).total, drafter
+
+
+def _feature_bytes(target: HFTarget, drafter: Drafter) -> int:
+    """Bytes on disk per token, if the target's hidden states are stored."""
+    return (len(drafter.config.aux_layer_ids) + 1) * target.hidden_size * target.dtype.itemsize
 
 
 def _free(device: torch.device) -> int:

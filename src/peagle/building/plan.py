@@ -6,7 +6,7 @@ take is set aside, and the rest goes to text and to ten passes over it.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peagle.building.config import Budget
@@ -27,6 +27,8 @@ LEAST_TOKENS, LEAST_STEPS = 500, 20
 CPU_BUDGET = Budget("1h", seconds=3600.0)
 LONG_BUDGET = 3600.0
 """Seconds from which more prompts are measured on a CPU."""
+PROMPT_TOKENS = 20
+"""of a usual prompt, as decoded ones: a batch reads them faster"""
 GIB = 2**30
 GREEDY_HELD_OUT = 96
 
@@ -51,6 +53,8 @@ class Measured:
     num_draft_tokens: int
     num_layers: int
     num_drafter_parameters: int
+    feature_bytes: int
+    """per token, if the target's hidden states are stored for training; else 0"""
     load_seconds: float
     start_seconds: float
     """of an engine"""
@@ -82,17 +86,19 @@ class Effort:
     bench_prompts: int
     max_tokens: int
     concurrency: tuple[int, ...]
-    lossless: dict[str, int] = field(default_factory=dict)
-    """options of `peagle lossless` other than its defaults"""
+    lossless: dict[str, int]
+    """options of `peagle lossless`"""
 
     @classmethod
     def of(cls, measured: Measured, seconds: float | None) -> "Effort":
+        few = {"limit": 1, "max_tokens": 16, "num_seeds": 1, "num_samples": 50}
         if measured.device == "cuda":
-            return cls(40, 40, 256, (1, 8, 32))
-        lossless = {"max_tokens": 16, "num_seeds": 1, "num_samples": 64}
+            return cls(
+                40, 40, 256, (1, 8, 32), few | {"limit": 8, "max_tokens": 48, "num_seeds": 4, "num_samples": 256}
+            )
         if seconds is None or seconds >= LONG_BUDGET:
-            return cls(40, 12, 128, (1,), lossless)
-        return cls(8, 4, 48, (1,), lossless)
+            return cls(40, 12, 128, (1,), few | {"limit": 4, "num_samples": 64})
+        return cls(8, 4, 32, (1,), few)
 
 
 @dataclass(frozen=True)
@@ -120,10 +126,13 @@ class Plan:
         return None if price is None else self.total / 3600 * price.usd_per_hour
 
 
+def with_default(budget: Budget | None, device: str) -> Budget | None:
+    return CPU_BUDGET if budget is None and device == "cpu" else budget
+
+
 def make_plan(measured: Measured, budget: Budget | None, *, most_tokens: int | None = None) -> Plan:
     """The plan within a budget; without one, the recipe's. `most_tokens`: there is no more text to be had."""
-    if budget is None and measured.device == "cpu":
-        budget = CPU_BUDGET
+    budget = with_default(budget, measured.device)
     limit = None if budget is None else budget.seconds
     effort = Effort.of(measured, limit)
     fixed = fixed_seconds(measured, effort)
@@ -131,7 +140,7 @@ def make_plan(measured: Measured, budget: Budget | None, *, most_tokens: int | N
     num_tokens, num_steps = full, measured.full_steps
     if budget is not None and limit is not None:
         room = MARGIN * limit - sum(fixed.values())
-        least = LEAST_TOKENS / measured.answers_per_second + LEAST_STEPS * measured.seconds_per_step
+        least = LEAST_TOKENS * seconds_per_answer_token(measured) + LEAST_STEPS * measured.seconds_per_step
         if room < least:
             minimum = math.ceil((sum(fixed.values()) + least) / MARGIN / 60)
             raise ConfigError(
@@ -139,14 +148,24 @@ def make_plan(measured: Measured, budget: Budget | None, *, most_tokens: int | N
                 f"here, {LEAST_TOKENS} tokens of text and {LEAST_STEPS} steps {minutes(least)}",
                 hint=f"pass --budget {minimum}m or more, or use a faster machine",
             )
-        per_token = 1 / measured.answers_per_second
+        per_token = seconds_per_answer_token(measured)
         per_token += PASSES / ROW_SHARE / measured.tokens_per_step * measured.seconds_per_step
         num_tokens = min(full, max(LEAST_TOKENS, int(room / per_token)))
-        left = room - num_tokens / measured.answers_per_second
+        left = room - num_tokens * seconds_per_answer_token(measured)
         num_steps = steps_within(measured, left, num_tokens)
     fixed["data"] += num_tokens / measured.answers_per_second
-    fixed["train"] += num_steps * measured.seconds_per_step
+    fixed["train"] += features_seconds(measured, num_tokens) + num_steps * measured.seconds_per_step
     return Plan(num_tokens, num_steps, fixed, effort, budget, disk_bytes(measured, num_tokens))
+
+
+def seconds_per_answer_token(measured: Measured) -> float:
+    """to write an answer token and to store its features"""
+    return 1 / measured.answers_per_second + features_seconds(measured, 1)
+
+
+def features_seconds(measured: Measured, num_tokens: int) -> float:
+    """Time to store the hidden states of the text; a pass over a row is about as fast as a decoded batch."""
+    return num_tokens / ROW_SHARE / measured.tokens_per_second if measured.feature_bytes else 0.0
 
 
 def steps_within(measured: Measured, seconds: float, num_tokens: int) -> int:
@@ -160,15 +179,17 @@ def fixed_seconds(measured: Measured, effort: Effort) -> dict[str, float]:
     """What each stage takes apart from writing text and from training steps."""
     load, start = measured.load_seconds, measured.start_seconds
     alone, batched = 1 / measured.tokens_per_second_alone, 1 / measured.tokens_per_second
-    answers = effort.max_tokens
+    answers, proof = effort.max_tokens, effort.lossless
+    # Two prompts are sampled from. Each sample reads the prompt and has three tokens.
+    sampled = min(2, proof["limit"]) * proof["num_samples"] * (PROMPT_TOKENS + 3)
     row = measured.max_length * measured.batch * batched  # the last rows are finished after the limit
     return {
         "check": 2 * load + start + 4 * measured.seconds_per_step,
         "data": load + start + row,
         "train": 2 * load + 4 * start + 16 * 32 * batched * 2 + 64 * alone,
         "eval": load + start + 2 * effort.eval_prompts * answers * batched,
-        "gate": load + start + 96 * alone,
-        "lossless": load + 4 * start + 500 * alone + 600 * batched,
+        "gate": load + start + 150 * alone,
+        "lossless": load + 3 * start + 5 * proof["limit"] * proof["max_tokens"] * alone + sampled * batched,
         "bench": load + 2 * start + 2.5 * effort.bench_prompts * answers * alone * len(effort.concurrency),
         "report": 2.0,
     }
@@ -177,6 +198,7 @@ def fixed_seconds(measured: Measured, effort: Effort) -> dict[str, float]:
 def disk_bytes(measured: Measured, num_tokens: int) -> int:
     """Text, the drafter, and its training state: weights and two moments in float32, twice while it is replaced."""
     text = num_tokens / ROW_SHARE * (BYTES_PER_TOKEN + LINE_BYTES_PER_TOKEN)
+    text += num_tokens / ROW_SHARE * measured.feature_bytes
     return int(text + measured.num_drafter_parameters * (2 * 12 + 3 * 2))
 
 

@@ -34,6 +34,7 @@ from peagle.building.plan import (
     minutes,
     outcome_of,
     steps_within,
+    with_default,
 )
 from peagle.building.state import BuildState
 from peagle.checkpoint.card import read_card
@@ -85,10 +86,15 @@ class Build:
     def __post_init__(self) -> None:
         self.state = BuildState.read(self.settings.output) or BuildState(self.described)
 
-    def prepare(self, first: Stage | None = None) -> tuple[Measured, Plan]:
-        """Check settings against an earlier run, measure unless that is done, and plan. Writes nothing."""
+    def prepare(self, first: Stage | None = None, *, is_kept: bool = True) -> tuple[Measured, Plan]:
+        """Check settings against an earlier run, measure unless that is done, and plan.
+
+        What was measured is kept, also if no plan fits the budget; a dry run writes nothing.
+        """
         self.state.check_settings(self.described, first, self.settings.output)
         measured = self._measured(first)
+        if is_kept:
+            self.state.write(self.settings.output)
         plan = make_plan(measured, self._budget(), most_tokens=self._most_tokens(measured))
         parent = next(
             each for each in (self.settings.output, *self.settings.output.absolute().parents) if each.exists()
@@ -127,7 +133,7 @@ class Build:
         record = self.state.stages.get("check")
         if first != "check" and record is not None and record.outcome.get("shape") == shape:
             return measured_from(record.outcome["measured"])
-        self.say("measuring how fast this machine decodes and trains; nothing is written yet")
+        self.say("measuring how fast this machine decodes with the target and trains: about a minute")
         self.state.begin("check", [])
         started = time.perf_counter()
         target = self.load()
@@ -135,7 +141,8 @@ class Build:
 
         from peagle.building.measure import fitting_prompts, measure
 
-        measured = measure(target, self.settings, load_seconds)
+        budget = with_default(self._budget(), target.device.type)
+        measured = measure(target, self.settings, (budget and budget.seconds) or 0.0, load_seconds)
         prompts = fitting_prompts(target)
         outcome = {"measured": outcome_of(measured), "shape": shape, "prompts": prompts}
         self.state.end("check", "finished", outcome)

@@ -1,7 +1,7 @@
 """The shape of a drafter and of its training, chosen from the target's size and the device.
 
-On a GPU it is that of the recipe for such a model. On a CPU it is a small drafter: one layer, four draft tokens and
-short rows, which is what an hour of two cores can train.
+On a GPU it is that of the recipe for such a model. On a CPU it is what an hour of two cores can train: one layer, four
+draft tokens, the most frequent tokens, short rows, and hidden states that the target computes only once.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,35 @@ SMALL = 1_000_000_000
 FULL_TOKENS = {"embedded": 30_000_000}
 MOST_TOKENS = 100_000_000
 """Answer tokens of a build without a budget; the comments of the recipes say where they come from."""
-ON_CPU: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 4, "max_length": 192, "learning_rate": 1e-3}
-TOKENS_PER_STEP = 1024
+ON_CPU: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 4, "learning_rate": 1e-3, "features": "cached"}
+CPU_DRAFT_VOCAB = 4096
+TOKENS_PER_STEP = 512
 """of training on a CPU"""
+ROWS = (128, 256)
+"""shortest and longest row on a CPU"""
+ROW_TIME = 0.1
+"""Share of the budget in which a CPU writes one batch of rows."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What the shape depends on."""
+
+    num_parameters: int
+    architecture: str
+    has_experts: bool
+    is_gpu: bool
+    max_length: int
+    vocab_size: int
+    row_seconds: float
+    """in which a row may be written"""
+    seconds_per_token: float
+    """of each request of a batch"""
+
+    @property
+    def cpu_row(self) -> int:
+        fitting = int(self.row_seconds / self.seconds_per_token) // 32 * 32
+        return max(ROWS[0], min(ROWS[1], fitting))
 
 
 @dataclass(frozen=True)
@@ -56,21 +82,23 @@ def recipe_for(num_parameters: int, architecture: str, has_experts: bool) -> str
     return "embedded" if num_parameters < SMALL else "dense-8b"
 
 
-def shape_of(
-    settings: BuildSettings, *, num_parameters: int, architecture: str, has_experts: bool, is_gpu: bool, room: int
-) -> Shape:
-    """The shape for a target. `room` is its longest row."""
+def shape_of(settings: BuildSettings, facts: TargetFacts) -> Shape:
+    """The shape for a target, in rows that its context holds."""
     given = {name: getattr(settings, name) for name in ("max_length", "num_draft_tokens", "num_layers")}
-    given = {name: value for name, value in given.items() if value is not None}
-    recipe = settings.recipe or (recipe_for(num_parameters, architecture, has_experts) if is_gpu else None)
-    options = given if recipe is not None else ON_CPU | given
-    shape = Shape(recipe, options | {"seed": settings.seed}, FULL_TOKENS.get(recipe or "embedded", MOST_TOKENS))
-    config = shape.train_config(Path("data"), Path("drafter"))
-    if config.max_length > room:
-        options = options | {"max_length": room}
+    options = {name: value for name, value in given.items() if value is not None} | {"seed": settings.seed}
+    recipe = settings.recipe
+    if recipe is None and facts.is_gpu:
+        recipe = recipe_for(facts.num_parameters, facts.architecture, facts.has_experts)
     if recipe is None:
-        options = options | {"batch_size": max(1, TOKENS_PER_STEP // options["max_length"])}
-    return Shape(shape.recipe, options | {"seed": settings.seed}, shape.num_tokens)
+        options = ON_CPU | {"max_length": facts.cpu_row} | options
+        if facts.vocab_size > 2 * CPU_DRAFT_VOCAB:
+            options["draft_vocab_size"] = CPU_DRAFT_VOCAB
+    shape = Shape(recipe, options, FULL_TOKENS.get(recipe or "embedded", MOST_TOKENS))
+    length = min(facts.max_length, shape.train_config(Path("data"), Path("drafter")).max_length)
+    options["max_length"] = length
+    if recipe is None:
+        options["batch_size"] = max(1, TOKENS_PER_STEP // length)
+    return shape
 
 
 def check_recipe(settings: BuildSettings) -> None:

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         price,
         [word for name, value in costs.items() if value is not None for word in (name, str(value))],
     )
-    measured, plan = build.prepare(arguments.from_stage)
+    measured, plan = build.prepare(arguments.from_stage, is_kept=not arguments.dry_run)
     if price is not None:
         price.check(measured.accelerator)
     commands = build.commands(measured, plan) if arguments.dry_run else {}

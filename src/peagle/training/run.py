@@ -121,12 +121,13 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: 
 
 
 def seconds_per_step(target: HFTarget, config: TrainConfig, text: RunText, num_steps: int = 4) -> float:
-    """Time of a training step that continues a drafter, from the first steps of a run that is thrown away."""
+    """Time of a training step, from the first steps of a run that is thrown away."""
+    counts_V = None if config.draft_vocab_size is None else answer_counts(text.conversations, target.vocab_size)
     ended: list[float] = []
     with tempfile.TemporaryDirectory(prefix="peagle-timing-") as scratch:
         changes: dict[str, Any] = {"num_steps": num_steps, "log_every": 1, "save_every": num_steps}
         config = dataclasses.replace(config, output=Path(scratch), **changes)
-        drafter = initial_drafter(target, config, None)
+        drafter = initial_drafter(target, config, counts_V)
         config = planned(target, drafter, config, World.current())
         features_of = features_for(target, config, text.conversations, World.current())
         trainer = Trainer(drafter, OBJECTIVES[config.method](drafter, config), features_of, config, RunState(config))
