@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from peagle.bench.offline import peak_memory
 from peagle.building.config import BuildSettings
 from peagle.building.plan import Measured
 from peagle.building.shape import ROW_TIME, Shape, TargetFacts, shape_of
@@ -22,9 +23,7 @@ from peagle.objective.config import TrainConfig
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.training.data import RunText
-from peagle.training.distributed import World
 from peagle.training.initial_drafter import check_initial_drafter, initial_drafter
-from peagle.training.planner import Sizes, estimate, planned
 from peagle.training.run import seconds_per_step
 
 BATCH = {"cuda": 256, "cpu": 16}
@@ -53,7 +52,7 @@ def measure(target: HFTarget, settings: BuildSettings, budget: float, load_secon
     config = shape.train_config(Path("data"), settings.output / "drafter")
     check_initial_drafter(target, config)
     seconds = _training(target, config)
-    needed, drafter = _memory(target, config)
+    peak, drafter = peak_memory(target.device) or 0, _drafter(target, config)
     return Measured(
         target=target.name,
         num_parameters=num_parameters,
@@ -76,8 +75,8 @@ def measure(target: HFTarget, settings: BuildSettings, budget: float, load_secon
         tokens_per_second_alone=round(alone, 1),
         batch=batch,
         seconds_per_step=round(seconds, 4),
-        memory_needed=needed,
-        memory_free=_free(target.device),
+        memory_needed=peak,
+        memory_free=_free(target.device, peak),
         has_chat_template=bool(target.tokenizer.chat_template),
     )
 
@@ -118,13 +117,9 @@ def _training(target: HFTarget, config: TrainConfig) -> float:
     return seconds_per_step(target, config, RunText(rows, (), {}), TIMED_STEPS[target.device.type])
 
 
-def _memory(target: HFTarget, config: TrainConfig) -> tuple[int, Drafter]:
-    """Bytes of a training step, which needs more than any other stage, and the drafter."""
+def _drafter(target: HFTarget, config: TrainConfig) -> Drafter:
     counts_V = None if config.draft_vocab_size is None else torch.ones(target.vocab_size, dtype=torch.int64)
-    drafter = initial_drafter(target, config, counts_V)
-    config = planned(target, drafter, config, World.current())
-    sizes = Sizes.of(target, drafter, config)
-    return estimate(sizes, config, config.micro_batch_size or 1, config.num_partitions or 1).total, drafter
+    return initial_drafter(target, config, counts_V)
 
 
 def _feature_bytes(target: HFTarget, drafter: Drafter) -> int:
@@ -132,9 +127,10 @@ def _feature_bytes(target: HFTarget, drafter: Drafter) -> int:
     return (len(drafter.config.aux_layer_ids) + 1) * target.hidden_size * target.dtype.itemsize
 
 
-def _free(device: torch.device) -> int:
+def _free(device: torch.device, peak: int) -> int:
+    """Bytes that this process has or could have."""
     if device.type != "cuda":
-        return available_bytes()
+        return available_bytes() + peak
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 

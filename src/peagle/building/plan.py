@@ -64,7 +64,7 @@ class Measured:
     batch: int
     seconds_per_step: float
     memory_needed: int
-    """bytes of a training step, at most"""
+    """most bytes in use while training steps were timed"""
     memory_free: int
     has_chat_template: bool
 
@@ -203,7 +203,7 @@ def disk_bytes(measured: Measured, num_tokens: int) -> int:
 
 
 def check_disk(plan: Plan, disk_free: int) -> None:
-    """Refuse a plan that the disk cannot hold. Memory was checked when a training step was planned and measured."""
+    """Refuse a plan that the disk cannot hold. Memory was checked when training steps were timed."""
     if plan.disk_bytes > disk_free:
         raise CapacityError(
             f"the build needs {plan.disk_bytes / GIB:.1f} GiB of disk, but {disk_free / GIB:.1f} GiB are free",

@@ -61,7 +61,7 @@ HELP: dict[Stage, str] = {
     "gate": "train again with --from-stage train, with a larger --budget if acceptance is the difference",
     "lossless": "pass a larger --budget with --from-stage data; lossless.json lists every difference",
     "bench": "give fewer or shorter prompts with --prompts",
-    "report": "pip install 'peagle[plot]'",
+    "report": "pip install 'peagle[bench]'",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from peagle.bench.verdict import MIN_SPEED_UP
 from peagle.building.config import STAGES, BuildSettings, Stage
 from peagle.building.plan import GIB, Measured, Plan, minutes
-from peagle.building.run import said_of
+from peagle.building.run import Build, said_of
 from peagle.building.state import BuildState
 from peagle.cost import dollars
 from peagle.targets.prices import Price
@@ -34,7 +34,7 @@ def plan_lines(
         "drafter": f"{measured.num_layers} {'layer' if measured.num_layers == 1 else 'layers'}, "
         f"{measured.num_draft_tokens} draft tokens, {measured.num_drafter_parameters / 1e6:,.1f} million parameters, "
         f"{plan.num_steps:,} steps",
-        "memory": f"at most {measured.memory_needed / GIB:.1f} GiB of {measured.memory_free / GIB:.1f} GiB free",
+        "memory": f"{measured.memory_needed / GIB:.1f} GiB of {measured.memory_free / GIB:.1f} GiB free",
         "disk": f"{plan.disk_bytes / GIB:.2f} GiB",
         "time": minutes(plan.total) + ("" if plan.budget is None else f", of the budget of {plan.budget.text}"),
     }
@@ -52,10 +52,9 @@ def plan_lines(
     return lines
 
 
-def verdict_lines(
-    settings: BuildSettings, measured: Measured, state: BuildState, compared: Mapping[str, Any]
-) -> list[str]:
+def verdict_lines(build: Build, measured: Measured) -> list[str]:
     """Whether the drafter is right, whether it pays here, and what would be needed if it does not."""
+    settings, state, compared = build.settings, build.state, build.document("bench")
     text, trained, evaluated = (state.stages[stage].outcome for stage in ("data", "train", "eval"))
     best = max(compared["recommended"] or [], key=lambda each: each["speedup"], default=None)
     place = shlex.quote(str(settings.output / "drafter"))
@@ -78,21 +77,20 @@ def verdict_lines(
         f"does it pay? no: {best['speedup']:.2f} times plain decoding at concurrency {best['concurrency']}"
         + ("" if length is None else f"; here it would from an acceptance length of {length / best['speedup']:.2f} on")
     )
-    return [*lines, *_needed(settings, measured, text, trained)]
+    return [*lines, *_needed(build, measured, text, trained)]
 
 
-def _needed(
-    settings: BuildSettings, measured: Measured, text: Mapping[str, Any], trained: Mapping[str, Any]
-) -> list[str]:
+def _needed(build: Build, measured: Measured, text: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
     """What a drafter that pays needs, compared with what this one had."""
     had = f"{text['num_answer_tokens']:,} answer tokens and {trained['num_steps']:,} steps"
     seconds = measured.full_tokens / measured.answers_per_second + measured.full_steps * measured.seconds_per_step
     if text["num_answer_tokens"] >= measured.full_tokens:
         return ["what would be needed: text like that of your users; give it with --data and --from-stage data"]
     where = "" if measured.device == "cuda" else ": use a GPU"
+    again = shlex.join(["peagle", "build", *build.target, "--output", str(build.settings.output)])
     return [
         f"what would be needed: more text and training. This drafter had {had}; a full training has "
         f"{measured.full_tokens:,} tokens and takes about {minutes(seconds)} on this machine{where}",
-        f"next: peagle build --output {shlex.quote(str(settings.output))} --from-stage data with a larger --budget "
-        "adds to the text and trains again; `peagle catalog` lists drafters that are published",
+        f"next: `{again} --from-stage data` with a larger --budget adds to the text and trains again; "
+        "`peagle catalog` lists published drafters",
     ]

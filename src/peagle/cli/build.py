@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from peagle.bench.plot import check_plot_library
 from peagle.building.config import STAGES, Budget, BuildSettings, Stage
 from peagle.building.run import Build
 from peagle.building.shape import check_recipe
@@ -22,7 +23,6 @@ from peagle.building.shown import plan_lines, verdict_lines
 from peagle.console.arguments import TargetArguments, parse, with_positional
 from peagle.data.prompts import read_dialogs, read_prompts
 from peagle.errors import ConfigError
-from peagle.report.build import check_report
 from peagle.targets.prices import price_of
 
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         return 0
     build.run(measured, plan, arguments.from_stage, arguments.to_stage)
     if all(build.state.is_finished(stage) for stage in STAGES):
-        print("\n" + "\n".join(verdict_lines(settings, measured, build.state, build.document("bench"))))
+        print("\n" + "\n".join(verdict_lines(build, measured)))
         print(f"report: {settings.output / 'report.html'}")
     return 0
 
@@ -88,8 +88,7 @@ def check(arguments: Arguments) -> None:
     check_recipe(settings)
     if first is not None and STAGES.index(first) > STAGES.index(last):
         raise ConfigError(f"--from-stage {first} comes after --to-stage {last}", hint=f"stages: {', '.join(STAGES)}")
-    if settings.output.is_dir():
-        check_report("--output", settings.output / "report.html")
+    check_plot_library("the report")
 
 
 def say(line: str) -> None:
