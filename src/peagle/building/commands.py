@@ -92,8 +92,8 @@ def _data(settings: BuildSettings, target: list[str], measured: Measured, plan: 
 
 
 def synthesis_recipe(measured: Measured) -> str:
-    """A recipe for short rows: a question takes at most 0.4 of one."""
-    return f"max_question_tokens = {int(0.4 * measured.max_length)}\n"
+    """A recipe for short rows: a question that takes more than 0.6 of one is given up."""
+    return f"max_question_tokens = {int(0.6 * measured.max_length)}\n"
 
 
 def answer_tokens(measured: Measured) -> int:

@@ -163,6 +163,11 @@ def seconds_per_answer_token(measured: Measured) -> float:
     return 1 / measured.answers_per_second + features_seconds(measured, 1)
 
 
+def row_seconds(measured: Measured) -> float:
+    """Time to write a row, which a batch of them takes, too."""
+    return measured.max_length * measured.batch / measured.tokens_per_second
+
+
 def features_seconds(measured: Measured, num_tokens: int) -> float:
     """Time to store the hidden states of the text; a pass over a row is about as fast as a decoded batch."""
     return num_tokens / ROW_SHARE / measured.tokens_per_second if measured.feature_bytes else 0.0
@@ -182,10 +187,9 @@ def fixed_seconds(measured: Measured, effort: Effort) -> dict[str, float]:
     answers, proof = effort.max_tokens, effort.lossless
     # Two prompts are sampled from. Each sample reads the prompt and has three tokens.
     sampled = min(2, proof["limit"]) * proof["num_samples"] * (PROMPT_TOKENS + 3)
-    row = measured.max_length * measured.batch * batched  # the last rows are finished after the limit
     return {
         "check": 2 * load + start + 4 * measured.seconds_per_step,
-        "data": load + start + row,
+        "data": load + start + row_seconds(measured),  # the last rows are finished after the limit
         "train": 2 * load + 4 * start + 16 * 32 * batched * 2 + 64 * alone,
         "eval": load + start + 2 * effort.eval_prompts * answers * batched,
         "gate": load + start + 150 * alone,

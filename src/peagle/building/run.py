@@ -5,6 +5,7 @@ A stage is a command of peagle, run in this process. `check` has none: it loads 
 
 import json
 import logging
+import math
 import shlex
 import shutil
 import time
@@ -33,6 +34,7 @@ from peagle.building.plan import (
     measured_from,
     minutes,
     outcome_of,
+    row_seconds,
     steps_within,
     with_default,
 )
@@ -163,9 +165,9 @@ class Build:
             plan = self._settled(measured, plan)
         command = self.commands(measured, plan)[stage]
         if stage == "data" and plan.budget is not None and self.settings.data is None:
-            spent = 0.0 if begun is None else begun.seconds
-            fixed = plan.seconds["data"] - plan.num_tokens / measured.answers_per_second
-            return with_option(command, "--seconds", max(5, round(plan.seconds["data"] - fixed - spent)))
+            spent, planned = 0.0 if begun is None else begun.seconds, plan.num_tokens / measured.answers_per_second
+            least = max(planned / 2, row_seconds(measured))  # what was begun before an interruption is lost
+            return with_option(command, "--seconds", math.ceil(max(least, planned - spent)))
         return command
 
     def _settled(self, measured: Measured, plan: Plan) -> Plan:
