@@ -59,7 +59,8 @@ def verdict_lines(build: Build, measured: Measured) -> list[str]:
     best = max(compared["recommended"] or [], key=lambda each: each["speedup"], default=None)
     place = shlex.quote(str(settings.output / "drafter"))
     lines = [
-        "exact: the gate passes, and answers with drafts are the target's own (gate.json, lossless.json)",
+        "exact: the gate passes, and answers with drafts are the target's own (gate.json, lossless.json)"
+        + ("" if state.stages["lossless"].outcome["lossless"] else "; too few drafts were accepted to show more"),
         f"acceptance length {evaluated['acceptance_length']:.2f} on {evaluated['workload']}, with "
         f"{evaluated['num_draft_tokens']} draft tokens per step",
     ]
