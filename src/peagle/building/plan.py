@@ -190,7 +190,7 @@ def fixed_seconds(measured: Measured, effort: Effort) -> dict[str, float]:
     return {
         "check": 2 * load + start + 4 * measured.seconds_per_step,
         "data": load + start + row_seconds(measured),  # the last rows are finished after the limit
-        "train": 2 * load + 4 * start + 16 * 32 * batched * 2 + 64 * alone,
+        "train": 2 * load + 4 * start + 2048 * batched + 64 * alone,  # the new drafter is measured several times
         "eval": load + start + 2 * effort.eval_prompts * answers * batched,
         "gate": load + start + 150 * alone,
         "lossless": load + 3 * start + 5 * proof["limit"] * proof["max_tokens"] * alone + sampled * batched,

@@ -36,7 +36,9 @@ def plan_lines(
         f"{plan.num_steps:,} steps",
         "memory": f"{measured.memory_needed / GIB:.1f} GiB of {measured.memory_free / GIB:.1f} GiB free",
         "disk": f"{plan.disk_bytes / GIB:.2f} GiB",
-        "time": minutes(plan.total) + ("" if plan.budget is None else f", of the budget of {plan.budget.text}"),
+        "time": minutes(plan.total)
+        + ("" if plan.budget is None else f", of the budget of {plan.budget.text}")
+        + (f"; {minutes(state.seconds)} spent so far" if len(state.stages) > 1 else ""),
     }
     if price is not None:
         facts["price"] = f"{dollars(plan.price(price) or 0)} at {price.text}"
@@ -73,11 +75,13 @@ def verdict_lines(build: Build, measured: Measured) -> list[str]:
             f"next: peagle serve --drafter {place}",
         ]
     cell = next(each for each in compared["cells"] if each["label"] == best["label"] and each["speedup"] is not None)
-    length = cell["acceptance_length"]
-    lines.append(
-        f"does it pay? no: {best['speedup']:.2f} times plain decoding at concurrency {best['concurrency']}"
-        + ("" if length is None else f"; here it would from an acceptance length of {length / best['speedup']:.2f} on")
-    )
+    length, most = cell["acceptance_length"], measured.num_draft_tokens + 1
+    said = f"does it pay? no: {best['speedup']:.2f} times plain decoding at concurrency {best['concurrency']}"
+    if length is not None and (needed := length / best["speedup"]) <= most:
+        said += f"; here it would from an acceptance length of {needed:.2f} on"
+    elif length is not None:
+        said += f"; a step with drafts takes {needed:.1f} times a plain one here, and emits at most {most} tokens"
+    lines.append(said)
     return [*lines, *_needed(build, measured, text, trained)]
 
 
