@@ -203,7 +203,7 @@ def run_judge(
 
 @dataclass(frozen=True)
 class OurSide:
-    """peagle's target and drafter in float32."""
+    """peagle's target and drafter in float32, without a pair head: other engines have none."""
 
     target: HFTarget
     drafter: Drafter
@@ -213,7 +213,8 @@ class OurSide:
         """Output ids and verified steps. vLLM counts its last step beyond `max_tokens`, so we decode that far too."""
         depth = self.num_draft_tokens
         params = greedy_params(max_tokens + depth + 1)
-        steps = list(decode(self.target, prompt_ids, params, drafter=self.drafter, num_draft_tokens=depth))
+        drafter = self.drafter.without_pair_head()
+        steps = list(decode(self.target, prompt_ids, params, drafter=drafter, num_draft_tokens=depth))
         verified = [step for step in steps if step.draft_token_ids]
         return (
             [token for step in steps for token in step.token_ids],
