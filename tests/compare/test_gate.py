@@ -83,7 +83,7 @@ class Fault:
 FAULTS = {
     "aux ids off by one": Fault(shifted_aux_ids, "aux_layer_ids is [", "the ids are off by one"),
     "wrong rope theta": Fault(
-        set_config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+        set_config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, rope_theta=10000.0),
         "rope_parameters is",
         "rope theta is 10000 instead of 100000",
     ),
