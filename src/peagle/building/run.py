@@ -157,7 +157,7 @@ class Build:
         return len(read_dialogs(self.settings.data)) * answer_tokens(measured)
 
     def _command(self, stage: Stage, measured: Measured, plan: Plan) -> list[str]:
-        """The planned command. That of a stage which goes on keeps its settings, but not the time it may take."""
+        """The planned command. A resumed stage keeps its settings, but not its time limit."""
         begun = self.state.stages.get(stage)
         if stage == "train":
             if begun is not None:
