@@ -17,9 +17,7 @@ import tyro
 
 from peagle.bench.plot import check_plot_library
 from peagle.building.config import STAGES, Budget, BuildSettings, Stage
-from peagle.building.run import Build
 from peagle.building.shape import check_recipe
-from peagle.building.shown import plan_lines, verdict_lines
 from peagle.console.arguments import TargetArguments, parse, with_positional
 from peagle.data.prompts import read_dialogs, read_prompts
 from peagle.errors import ConfigError
@@ -54,6 +52,10 @@ def main(argv: list[str]) -> int:
         Budget.parse(settings.budget).at(price)
     given = {"--target": options.target, "--dtype": options.dtype, "--device": options.device}
     costs = {"--instance": arguments.instance, "--price-per-hour": arguments.price_per_hour}
+
+    from peagle.building.run import Build
+    from peagle.building.shown import plan_lines, verdict_lines
+
     build = Build(
         settings,
         [word for name, value in given.items() if value not in (None, "auto") for word in (name, str(value))],
