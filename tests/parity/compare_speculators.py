@@ -235,7 +235,7 @@ def main() -> int:
     from peagle.targets.load import load_target
 
     target = load_target(arguments.target, dtype="float32", device="cpu")
-    drafter = load_drafter(arguments.drafter, target)
+    drafter = load_drafter(arguments.drafter, target).without_pair_head()
     inputs = make_inputs(target, arguments.max_tokens)
     work = Path(tempfile.mkdtemp(prefix="peagle-parity-"))
     try:

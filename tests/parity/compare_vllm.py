@@ -43,7 +43,7 @@ def load_our_side(target_path: str | None, drafter: str | None, num_draft_tokens
     from peagle.targets.load import load_target
 
     target = load_target(target_path, dtype="float32", device="cpu")
-    return OurSide(target, load_drafter(drafter, target), num_draft_tokens)
+    return OurSide(target, load_drafter(drafter, target).without_pair_head(), num_draft_tokens)
 
 
 def export_for_vllm(ours: OurSide, directory: Path) -> None:
