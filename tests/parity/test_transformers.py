@@ -44,7 +44,8 @@ def sequential(target: HFTarget, parallel: Drafter) -> Drafter:
     """The shipped weights drafting one token at a time, as EAGLE-3 does."""
     config = replace(parallel.config, parallel=False, mask_token_id=None)
     twin = Drafter(config, target.embedding_VD, target.head_VD)
-    twin.load_state_dict({k: v for k, v in parallel.state_dict().items() if not k.startswith("mask_")})
+    weights = parallel.without_pair_head().state_dict()
+    twin.load_state_dict({name: weight for name, weight in weights.items() if not name.startswith("mask_")})
     return twin.eval().requires_grad_(False)
 
 
