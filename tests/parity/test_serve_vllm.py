@@ -1,14 +1,16 @@
 """`peagle serve` on our own engine and on vLLM's CPU build: the same greedy answers, the same acceptance.
 
 Both are processes, asked by the openai client, and tell their acceptance by /metrics. Our engine verifies only drafts
-that pay on this CPU; here all steps cost the same, so it verifies all of them, as vLLM does. Run by `make parity`;
-PEAGLE_VLLM_PYTHON names the interpreter of vLLM's environment.
+that pay on this CPU; here all steps cost the same, so it verifies all of them, as vLLM does. Both draft without the
+pair head, which vLLM does not have. Run by `make parity`; PEAGLE_VLLM_PYTHON names the interpreter of vLLM's
+environment.
 """
 
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,9 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from peagle.checkpoint.layouts import PAIR_HEAD_NAME
+from peagle.targets.catalog import ASSETS
 
 pytestmark = pytest.mark.parity
 
@@ -49,9 +54,18 @@ ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def served(engine):
+def served(engine, drafter):
     """The URL of a server that is ready; afterwards it must have ended by itself with status 0."""
-    command = [sys.executable, "-c", VERIFY_ALL, "serve", *COMMON.split(), *ENGINES[engine].split()]
+    command = [
+        sys.executable,
+        "-c",
+        VERIFY_ALL,
+        "serve",
+        *COMMON.split(),
+        *ENGINES[engine].split(),
+        "--drafter",
+        drafter,
+    ]
     lines: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT) as process:
         reader = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
@@ -84,9 +98,9 @@ def counters(url):
     return drafts, [accepted.get(position, 0) for position in range(NUM_DRAFT_TOKENS)]
 
 
-def measured(engine):
+def measured(engine, drafter):
     started = time.monotonic()
-    with served(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with served(engine, drafter) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         ready = time.monotonic()
         (model,) = client.models.list().data
         drafts_before, accepted_before = counters(url)
@@ -117,10 +131,12 @@ def measured(engine):
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(tmp_path_factory):
     if not os.environ.get("PEAGLE_VLLM_PYTHON"):
         pytest.skip("PEAGLE_VLLM_PYTHON names no interpreter with vLLM")
-    found = {engine: measured(engine) for engine in ENGINES}
+    drafter = tmp_path_factory.mktemp("drafter") / "plain"
+    shutil.copytree(ASSETS / "smollm2-135m-instruct-p-eagle", drafter, ignore=shutil.ignore_patterns(PAIR_HEAD_NAME))
+    found = {engine: measured(engine, str(drafter)) for engine in ENGINES}
     Path("runs/parity").mkdir(parents=True, exist_ok=True)
     Path("runs/parity/serve_vllm.json").write_text(json.dumps(found, indent=2) + "\n")
     for each in found.values():
