@@ -1,4 +1,4 @@
-"""The limit of the memory: what a step must read, how fast it can be read."""
+"""The memory-bandwidth limit: bytes read per step, and the bandwidth."""
 
 import json
 
@@ -6,21 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from harness.dummy_shapes import TINY
 from peagle.bench import bandwidth
 from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts, weight_bytes_per_step
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
 from peagle.bench.dummy import drafter_bytes, dummy_drafter
 from peagle.targets.shapes import dummy_target
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 50,
-}
 
 
 @pytest.fixture

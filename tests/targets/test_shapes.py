@@ -5,18 +5,9 @@ import json
 import pytest
 import torch
 
+from harness.dummy_shapes import TINY
 from peagle.errors import CapacityError, ConfigError
 from peagle.targets.shapes import SHAPES, dummy_target, read_shape
-
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 50,
-}
 
 
 @pytest.fixture

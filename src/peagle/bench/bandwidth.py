@@ -81,7 +81,7 @@ def measure_bandwidth(device: "torch.device", num_bytes: int | None = None) -> d
 def bandwidth_report(
     target: "HFTarget", bandwidth: dict[str, Any], results: Sequence[CellResult], drafter: "Drafter | None" = None
 ) -> dict[str, Any]:
-    """`bandwidth`, and per cell: the limit of a step, its time, and the fraction of the limit reached.
+    """`bandwidth`, and per cell: the time per step, its lower bound by bandwidth, and the ratio of the two.
 
     The limit counts weights only. At high concurrency the KV cache is read as well, which lowers the fraction. With
     drafts, verification has more rows, which wake more experts, and drafting reads the drafter. If no step was steady,

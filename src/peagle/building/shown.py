@@ -80,7 +80,7 @@ def verdict_lines(build: Build, measured: Measured) -> list[str]:
     if length is not None and (needed := length / best["speedup"]) <= most:
         said += f"; here it would from an acceptance length of {needed:.2f} on"
     elif length is not None:
-        said += f"; a step with drafts takes {needed:.1f} times a plain one here, and emits at most {most} tokens"
+        said += f"; a speculative step takes {needed:.1f} plain steps here, and emits at most {most} tokens"
     lines.append(said)
     return [*lines, *_needed(build, measured, text, trained)]
 

@@ -181,5 +181,5 @@ class DraftBudget:
 
 
 def _weight(num_requests: int) -> float:
-    """The weight of the past beside a step of `num_requests`."""
+    """The weight of the past when `num_requests` requests are observed."""
     return MEMORY ** min(num_requests, INDEPENDENT)
