@@ -12,7 +12,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
 from peagle.kernels.joined_linear import JoinedPart
-from peagle.kernels.linear import PackedLinear
+from peagle.native.packed_linear import PackedLinear
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import TREE_NODES
 from peagle.targets.hf import HFTarget
@@ -42,8 +42,8 @@ def packs_all(monkeypatch: pytest.MonkeyPatch) -> None:
         for trial in trials:
             trial.seconds |= dict.fromkeys(row_counts, 1.0)
 
-    monkeypatch.setattr("peagle.kernels.linear.MIN_BYTES", 1)
-    monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
+    monkeypatch.setattr("peagle.native.packed_linear.MIN_BYTES", 1)
+    monkeypatch.setattr("peagle.native.packed_linear.time_in_turn", pretend)
 
 
 def reference(target: HFTarget, prompt: list[int]) -> list[int]:

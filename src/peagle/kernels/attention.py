@@ -77,6 +77,25 @@ class RowsOnHost:
         """(request, first row, end of its rows, context) of each request that has rows."""
         self._cells: dict[tuple[int, int], slice | Tensor] = {}
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+        self._for_kernels: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def for_kernels(self, rows: PagedRows, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The int32 page table, int64 cells, and a table [N, 5], as `peagle.native` reads them.
+
+        The table has each row's request, cached keys, index among the new rows, bits of those that it sees, and depth.
+        Rows that belong to no request see the first cell of the first one.
+        """
+        if self._for_kernels is None:
+            request_N = torch.searchsorted(rows.first_row_B1[1:], torch.arange(num_rows), right=True)
+            is_own_N = request_N < len(rows.context_B)
+            request_N = request_N.where(is_own_N, 0)
+            index_N = (torch.arange(num_rows) - rows.first_row_B1[request_N]).where(is_own_N, 0)
+            seen_N, depth_N = rows.tree or ((2 << index_N) - 1, index_N)
+            context_N = rows.context_B[request_N].where(is_own_N, 0)
+            table_N5 = torch.stack([request_N, context_N, index_N, seen_N, depth_N], dim=1).long()
+            page_table_BP = rows.page_table_BP.to(torch.int32).contiguous()
+            self._for_kernels = page_table_BP, rows.cell_N.long().contiguous(), table_N5
+        return self._for_kernels
 
     def cells(self, rows: PagedRows, request: int, num_keys: int, page_size: int) -> slice | Tensor:
         """The cells of a request's keys: a slice if its pages are consecutive, else an index tensor."""

@@ -7,7 +7,7 @@ little more than its launch, so one product instead of three saves two launches 
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.skinny_linear import skinny_linear
+from peagle.kernels.skinny_linear import ACTIVATIONS, skinny_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -98,3 +98,16 @@ def part_linears(module: nn.Module) -> None:
                 for parameter in plain.parameters():
                     parameter.data = parameter.data.clone()
                 setattr(parent, name, plain)
+
+
+def gate_activation(module: nn.Module) -> str | None:
+    """The activation of a gated MLP with joined gate and up projections; None for other modules."""
+    gate, up, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "act_fn"))
+    is_pair = isinstance(gate, JoinedPart) and isinstance(up, JoinedPart) and gate.joined is up.joined
+    if not is_pair or not hasattr(module, "down_proj") or act is None:
+        return None
+    x = torch.linspace(-4, 4, 33)
+    for name, function in ACTIVATIONS.items():
+        if torch.allclose(act(x), function(x), atol=1e-6):
+            return name
+    return None

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.joined_linear import JoinedPart
+from peagle.kernels.joined_linear import JoinedPart, gate_activation
 from peagle.kernels.skinny_linear import ACTIVATIONS, gated_linear, is_few
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def fuse(root: nn.Module) -> Callable[[], None]:
     """Fuse the gated MLPs inside `root` whose projections are joined. Returns a function that undoes it."""
     fused: list[tuple[nn.Module, type]] = []
     for module in list(root.modules()):
-        activation = _activation(module)
+        activation = gate_activation(module)
         if activation is not None and _is_plain(module, activation):
             fused.append((module, type(module)))
             module.__dict__.update(plain_forward=module.forward, activation=activation)
@@ -54,19 +54,6 @@ def fuse(root: nn.Module) -> Callable[[], None]:
             del module.__dict__["plain_forward"], module.__dict__["activation"]
 
     return restore
-
-
-def _activation(module: nn.Module) -> str | None:
-    """The activation of a gated MLP with joined gate and up projections; None for other modules."""
-    gate, up, act = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "act_fn"))
-    is_pair = isinstance(gate, JoinedPart) and isinstance(up, JoinedPart) and gate.joined is up.joined
-    if not is_pair or not hasattr(module, "down_proj") or act is None:
-        return None
-    x = torch.linspace(-4, 4, 33)
-    for name, function in ACTIVATIONS.items():
-        if torch.allclose(act(x), function(x), atol=1e-6):
-            return name
-    return None
 
 
 def _is_plain(module: nn.Module, activation: str) -> bool:

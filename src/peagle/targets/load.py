@@ -14,6 +14,7 @@ import torch
 
 from peagle.errors import CheckpointError, TargetError, first_line
 from peagle.host_memory import total_bytes
+from peagle.native.gguf_blocks import attach_blocks, blocks_path, write_blocks
 from peagle.targets import hub
 from peagle.targets.capacity import check_fits, count_parameters
 from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, check_spelling, find
@@ -70,6 +71,8 @@ def load_target(
         )
     if "quantization_config" in options:
         finish_dequantizing(model, chosen_dtype)
+    if chosen_device.type == "cpu" and chosen_dtype == torch.float32:
+        attach_blocks(model, directory)
     return HFTarget(
         model.to(chosen_device),
         tokenizer,
@@ -241,8 +244,14 @@ def convert_gguf(path: Path, name: str) -> Path:
     The rounded weights define the target, whatever dtype it runs in.
     """
     destination = cache_directory() / "targets" / f"{name}-{_gguf_digest(path)}"
-    if destination.is_dir():
-        return destination
+    if not destination.is_dir():
+        _convert_gguf(path, destination)
+    if not blocks_path(destination).is_file():
+        write_blocks(path, destination)
+    return destination
+
+
+def _convert_gguf(path: Path, destination: Path) -> None:
     log.info("converting %s once, into %s", path.name, destination)
     model, tokenizer = _read_gguf(path)
     try:
@@ -260,7 +269,6 @@ def convert_gguf(path: Path, name: str) -> Path:
                 f"cannot write the converted weights to {destination.parent}: {error}",
                 hint="set PEAGLE_CACHE to a writable directory with enough space",
             ) from error
-    return destination
 
 
 def _read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

@@ -22,6 +22,7 @@ from peagle.errors import TargetError
 from peagle.kernels.attention import PagedRows, on_host, paged_attention
 from peagle.kernels.compiler import Compile
 from peagle.targets.hf import HFTarget
+from peagle.targets.native_layers import native_layers
 from peagle.targets.probing import OTHER_ENGINES, Probe, check_layer_types, no_mask, window_as_mask
 
 PAGED, PROBE = "peagle_paged", "peagle_probe"
@@ -111,7 +112,8 @@ class PagedTarget:
         try:
             self.layers = self._probe()
             target.model.set_attn_implementation(PAGED)
-            self._install(compile or (lambda function: function))
+            is_native = compile is None and target.device.type == "cpu"
+            self._install(compile or (lambda function: function), is_native)
         except BaseException:
             self.close()
             raise
@@ -148,21 +150,26 @@ class PagedTarget:
         )
         return output.logits[0], self.target.captured_aux()[0] if has_aux else None
 
-    def _install(self, compile: Compile) -> None:
+    def _install(self, compile: Compile, is_native: bool) -> None:
         """Compile the modules and pass every layer its own pages.
 
         Pages are an argument: a layer that looked them up by its index would be compiled once per index.
         """
         compiled: dict[type[nn.Module], Callable[..., Any]] = {}
-        for index, module in enumerate(self.target.compilable_modules()):
+        modules, forwards = self.target.compilable_modules(), list[Callable[..., Any]]()
+        for module in modules:
             kind = type(module)
             if kind not in compiled:
                 # A rotary embedding is wrapped to check the longest sequence of the batch. Up to `max_length` the check
                 # changes nothing, and a CUDA graph cannot capture it.
                 is_rotary = hasattr(module, "rope_type")
                 compiled[kind] = compile(inspect.unwrap(kind.forward) if is_rotary else kind.forward)
-            bound = partial(compiled[kind], module)
-            module.forward = self._with_pages(bound, index) if index < len(self.target.layers) else bound
+            forwards.append(partial(compiled[kind], module))
+        layers = self.target.layers
+        if is_native:
+            forwards[: len(layers)] = native_layers(list(layers), forwards[: len(layers)], self.windows)
+        for index, (module, bound) in enumerate(zip(modules, forwards, strict=True)):
+            module.forward = self._with_pages(bound, index) if index < len(layers) else bound
 
     def _with_pages(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,6 +201,7 @@ class PagedTarget:
                 "be linear attention, a state-space layer or an older module",
                 hint=OTHER_ENGINES,
             )
+        self.windows = [probe.windows[index] for index in range(self.target.num_layers)]
         return tuple(found[index] for index in range(self.target.num_layers))
 
 

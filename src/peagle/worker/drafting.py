@@ -13,7 +13,6 @@ request, T tokens, D drafter width, P pages per request, C chunks, A width of th
 the target.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from peagle.drafter.model import Attend, Drafter
+from peagle.drafter.paged import PagedAttend
 from peagle.drafter.pair_head import PairHead
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
-from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host, paged_attention
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host
 from peagle.kernels.candidate_tree import CandidateTree, grow_tree
 from peagle.kernels.compiler import Compile
 from peagle.kernels.likeliest import likeliest
@@ -211,7 +211,7 @@ class Drafting:
         paged_rows, window = on_host(batch.paged_rows), self.drafter.config.window
 
         def attention_of(layer: int) -> Attend:
-            return partial(_attend_pages, *self.memory[layer], paged_rows, window(layer))
+            return PagedAttend(self.memory[layer], paged_rows, window(layer))
 
         return self.drafter.run_layers(batch.fused_1ND, batch.embedding_1ND, batch.rotary, attention_of)
 
@@ -256,27 +256,3 @@ class Drafting:
                 table.index_copy_(0, rows_B, new_BL)
         state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BM], dim=1))
         state.confidence.index_copy_(0, rows_B, tree.score_BM)
-
-
-def _attend_pages(
-    key_pages: Tensor,
-    value_pages: Tensor,
-    paged_rows: PagedRows,
-    window: int,
-    query_1HNE: Tensor,
-    key_1GNE: Tensor,
-    value_1GNE: Tensor,
-) -> Tensor:
-    """Attention of a drafter layer. Index 0 of a sequence is empty: no slot reads its first token."""
-    attended_NHE = paged_attention(
-        query_1HNE[0].transpose(0, 1),
-        key_1GNE[0].transpose(0, 1),
-        value_1GNE[0].transpose(0, 1),
-        key_pages,
-        value_pages,
-        paged_rows,
-        scale=query_1HNE.shape[-1] ** -0.5,
-        window=window,
-        first_key=1,
-    )
-    return attended_NHE.transpose(0, 1)[None]

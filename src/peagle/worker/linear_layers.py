@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from peagle.drafter.model import Drafter
+from peagle.drafter.paged import use_native_layers, use_plain_layers
 from peagle.experts.fused import fuse_experts
-from peagle.kernels.joined_linear import join_linears, joined_groups, part_linears
-from peagle.kernels.linear import PackedLinear, pack_linears, unpack_linears
+from peagle.kernels.joined_linear import Joined, join_linears, joined_groups, part_linears
 from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
+from peagle.native.packed_linear import PackedLinear, blocks_of, pack_linears, unpack_linears
+from peagle.native.products import BlockWeight
 from peagle.targets.fusing import fuse
 from peagle.targets.hf import HFTarget
 
@@ -59,6 +61,7 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
     def undo() -> None:
         if drafter is not None:
             drafter.serve_head(None)
+            use_plain_layers(drafter)
         for model in models:
             unpack_linears(model)
             part_linears(model)
@@ -67,7 +70,7 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
         for model in models:
             join_linears(model)
         groups = [group for model in models for group in joined_groups(model)]
-        joined = nn.ModuleList(_linear(group.weight, group.bias) for group in groups)
+        joined = nn.ModuleList(_joined_linear(group) for group in groups)
         heads = nn.ModuleList() if drafter is None else nn.ModuleList(_own_heads(drafter))
         # One call for both models, so that a shape they share is timed once.
         pack_linears(nn.ModuleList([*models, joined, heads]), num_rows, most_rows)
@@ -75,6 +78,7 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
             group.packed = linear
         if drafter is not None:
             _share_head(target, drafter, heads)
+            use_native_layers(drafter)
     except BaseException:
         undo()
         raise
@@ -84,9 +88,11 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
 def repack(drafter: Drafter) -> None:
     """Pack the drafter's weights again, after they changed in place. On a GPU nothing is packed."""
     packed = [*drafter.modules(), *(group.packed for group in joined_groups(drafter))]
-    for module in packed:
-        if isinstance(module, PackedLinear):
-            module.repack()
+    linears = [module for module in packed if isinstance(module, PackedLinear)]
+    for linear in linears:
+        linear.repack()
+    if linears:
+        use_native_layers(drafter)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -95,6 +101,14 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _joined_linear(group: Joined) -> nn.Linear:
+    """The layer of a joined group, with the blocks of its parts."""
+    linear, blocks = _linear(group.weight, group.bias), [blocks_of(part.weight) for part in group.parts]
+    if (kept := [each for each in blocks if each is not None]) and len(kept) == len(blocks):
+        linear.weight.blocks = BlockWeight.joined(kept)  # type: ignore[attr-defined]
     return linear
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from harness.tiny_models import tiny_target
 from peagle.errors import ConfigError
-from peagle.kernels.linear import (
+from peagle.native.packed_linear import (
     KERNELS,
     MOST_ROWS,
     LinearKernel,
@@ -24,7 +24,7 @@ ROW_COUNTS = (1, 2, 3, 5, 8, 16, 33, 100)
 
 @pytest.fixture(autouse=True)
 def no_weight_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.kernels.linear.MIN_BYTES", 1)
+    monkeypatch.setattr("peagle.native.packed_linear.MIN_BYTES", 1)
 
 
 def packed_or_skip(name: str, linear: nn.Linear) -> PackedLinear:
@@ -103,7 +103,7 @@ def test_plain_runs_where_it_was_faster_and_the_report_says_so(monkeypatch: pyte
             is_fast = trial.kernel.name == ("transposed" if 4 <= num_rows <= 40 else "plain")
             trial.seconds[num_rows] = 0.5 if is_fast else 1.0
 
-    monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
+    monkeypatch.setattr("peagle.native.packed_linear.time_in_turn", pretend)
     module = nn.Sequential(nn.Linear(64, 32))
     report = pack_linears(module, num_rows=4, kernels=("transposed",))
     assert (module[0].min_rows, module[0].max_rows) == (2, 32)
@@ -139,7 +139,7 @@ def test_on_a_machine_too_busy_to_tell_weights_are_packed(monkeypatch: pytest.Mo
 
 
 def test_small_weights_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.kernels.linear.MIN_BYTES", 64 * 33 * 4)
+    monkeypatch.setattr("peagle.native.packed_linear.MIN_BYTES", 64 * 33 * 4)
     _make_fastest(monkeypatch, "transposed")
     module = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 33))
     pack_linears(module, kernels=("transposed",))
@@ -182,7 +182,7 @@ def test_kernel_that_computes_something_else_is_not_used(
     def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias) * 1.001
 
-    wrong = LinearKernel("wrong", lambda weight: weight, run, lambda weight: None)
+    wrong = LinearKernel("wrong", lambda weight, _: weight, run)
     monkeypatch.setitem(KERNELS, "wrong", wrong)
     report = pack_linears(nn.Sequential(nn.Linear(64, 64)), kernels=("wrong",))
     assert report.num_packed == 0
@@ -193,7 +193,7 @@ def test_kernel_that_is_wrong_for_many_rows_serves_fewer(monkeypatch: pytest.Mon
     def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias) * (1 if x.numel() // x.shape[-1] <= 16 else 1.001)
 
-    monkeypatch.setitem(KERNELS, "wrong", LinearKernel("wrong", lambda weight: weight, run, lambda weight: None))
+    monkeypatch.setitem(KERNELS, "wrong", LinearKernel("wrong", lambda weight, _: weight, run))
     _make_fastest(monkeypatch, "wrong")
     module = nn.Sequential(nn.Linear(64, 64))
     pack_linears(module, num_rows=4, most_rows=64, kernels=("wrong",))
@@ -205,7 +205,7 @@ def test_fewer_and_more_rows_than_the_limits_run_plain() -> None:
     def run(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.zeros(*x.shape[:-1], len(weight))
 
-    zeros = LinearKernel("zeros", lambda weight: weight, run, lambda weight: None)
+    zeros = LinearKernel("zeros", lambda weight, _: weight, run)
     packed = PackedLinear(nn.Linear(8, 8), zeros, min_rows=2, max_rows=4)
     assert packed(torch.randn(1, 8)).any()
     assert not packed(torch.randn(2, 2, 8)).any()
@@ -228,7 +228,7 @@ def _make_fastest(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         for trial, num_rows in itertools.product(trials, row_counts):
             trial.seconds[num_rows] = 0.5 if trial.kernel.name == name else 1.0
 
-    monkeypatch.setattr("peagle.kernels.linear.time_in_turn", pretend)
+    monkeypatch.setattr("peagle.native.packed_linear.time_in_turn", pretend)
 
 
 def test_weights_with_a_few_large_entries_are_packed_like_others() -> None:

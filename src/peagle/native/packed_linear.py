@@ -3,13 +3,16 @@
 `nn.Linear` with 2 to 16 rows repacks its weight in every call, which costs more than the product. Packing once avoids
 that. The packed forms are
 
-    mkl          MKL's packed weight: x86-64, float32. A row's bits do not depend on the number of rows
+    stored       as the checkpoint stores it, in 4, 8 or 16 bits (`peagle.native.products`): x86-64 and ARM, float32.
+                 Only for weights that bfloat16 holds exactly
+    mkl          MKL's packed weight: x86-64, float32
     onednn       oneDNN's blocked weight: x86-64, and ARM through the ARM Compute Library; also bfloat16
     transposed   a contiguous copy of the transposed weight: works everywhere
     plain        nn.Linear
 
-The first form that this build of torch supports is timed against plain for each weight shape, and used for the row
-counts where it wins: nn.Linear may still win for one row, and for many.
+With `stored` and `mkl`, a row's bits do not depend on the number of rows. The first form that this build of torch
+supports is timed against plain for each weight shape, and used for the row counts where it wins: nn.Linear may still
+win for one row, and for many.
 
 The parameters stay in place: the drafter shares the target's tables, and fingerprints and state dicts read them. So
 every packed weight is a second copy; `PackedReport.extra_bytes` reports their size and `memory_budget` bounds it.
@@ -22,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +33,7 @@ from torch.nn import functional
 
 from peagle.errors import ConfigError
 from peagle.host_memory import available_bytes
+from peagle.native.products import BlockWeight, PackedWeight, missing, pack, product
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +56,18 @@ class LinearKernel:
     """Computes x @ weight.T + bias: `pack` once, `run` often. `missing` says why it does not support a weight."""
 
     name: str
-    pack: Callable[[Tensor], Tensor]
-    run: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    pack: Callable[[Tensor, BlockWeight | None], Any]
+    """pack(weight_OI, blocks): the weight in blocks, if the checkpoint has it so."""
+    run: Callable[[Tensor, Any, Tensor, Tensor | None], Tensor]
     """run(x, packed, weight_OI, bias_O) -> y; x may have any leading dimensions."""
-    missing: Callable[[Tensor], str | None] = lambda weight: None
+    missing: Callable[[Tensor, BlockWeight | None], str | None] = lambda weight, blocks: None
+    size: float = 1.0
+    """Bytes of the packed form per byte of the weight."""
+    is_best: bool = False
+    """Used for few rows without a contest: it gains more where whole layers are one call."""
 
 
-def _missing_onednn(weight: Tensor) -> str | None:
+def _missing_onednn(weight: Tensor, _: BlockWeight | None) -> str | None:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return "this build of torch has no oneDNN"
     is_supported = weight.dtype == torch.float32 or (
@@ -67,10 +77,15 @@ def _missing_onednn(weight: Tensor) -> str | None:
     return None if is_supported else f"oneDNN does not support {weight.dtype} on this CPU"
 
 
-def _missing_mkl(weight: Tensor) -> str | None:
+def _missing_mkl(weight: Tensor, _: BlockWeight | None) -> str | None:
     if not (torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")):
         return "this build of torch has no MKL"
     return None if weight.dtype == torch.float32 else f"MKL packs float32, not {weight.dtype}"
+
+
+def _run_stored(x: Tensor, packed: PackedWeight, _: Tensor, bias: Tensor | None) -> Tensor:
+    y_NO = product(x.reshape(-1, packed.num_inputs), packed, bias)
+    return y_NO.view(*x.shape[:-1], packed.num_outputs)
 
 
 def _run_mkl(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,19 +97,22 @@ def _run_mkl(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> 
 KERNELS: dict[str, LinearKernel] = {
     kernel.name: kernel
     for kernel in (
-        LinearKernel("plain", lambda weight: weight, lambda x, _, weight, bias: functional.linear(x, weight, bias)),
+        LinearKernel("plain", lambda weight, _: weight, lambda x, _, weight, bias: functional.linear(x, weight, bias)),
         LinearKernel(
             "transposed",
-            lambda weight: weight.t().contiguous(),
+            lambda weight, _: weight.t().contiguous(),
             lambda x, packed, _, bias: functional.linear(x, packed.t(), bias),
         ),
         LinearKernel(
             "onednn",
-            lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight),
+            lambda weight, _: torch.ops.mkldnn._reorder_linear_weight(weight),
             lambda x, packed, _, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""),
             _missing_onednn,
         ),
-        LinearKernel("mkl", lambda weight: torch.ops.mkl._mkl_reorder_linear_weight(weight, 8), _run_mkl, _missing_mkl),
+        LinearKernel(
+            "mkl", lambda weight, _: torch.ops.mkl._mkl_reorder_linear_weight(weight, 8), _run_mkl, _missing_mkl
+        ),
+        LinearKernel("stored", pack, _run_stored, missing, size=0.5, is_best=True),
     )
 }
 """By name: plain first, then by ascending preference among equally fast ones."""
@@ -102,7 +120,13 @@ KERNELS: dict[str, LinearKernel] = {
 
 def available_kernels(weight: Tensor) -> dict[str, str | None]:
     """By kernel name: None if it supports `weight` on this machine, else the reason."""
-    return {name: kernel.missing(weight) for name, kernel in KERNELS.items()}
+    return {name: kernel.missing(weight, blocks_of(weight)) for name, kernel in KERNELS.items()}
+
+
+def blocks_of(weight: Tensor) -> BlockWeight | None:
+    """The weight in blocks, if its checkpoint stores it so: an attribute of the parameter."""
+    blocks: BlockWeight | None = getattr(weight, "blocks", None)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -164,14 +188,18 @@ class PackedLinear(nn.Linear):
 
     @torch.no_grad()
     def repack(self) -> None:
-        """Pack the weight as it is now."""
-        self._packed = self.kernel.pack(self.weight.detach())
+        """Pack the weight as it is now. One that the kernel does not support stays plain."""
+        weight, blocks = self.weight.detach(), blocks_of(self.weight)
+        is_supported = self.kernel.missing(weight, blocks) is None
+        self.packed: Any = self.kernel.pack(weight, blocks) if is_supported else None
+        """the copy; None if the kernel does not support the weight"""
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features
-        if num_rows < self.min_rows or (self.max_rows is not None and num_rows > self.max_rows):
+        is_few = self.max_rows is None or num_rows <= self.max_rows
+        if self.packed is None or num_rows < self.min_rows or not is_few:
             return functional.linear(x, self.weight, self.bias)
-        return self.kernel.run(x, self._packed, self.weight, self.bias)
+        return self.kernel.run(x, self.packed, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kernel={self.kernel.name}, rows={self.min_rows}..{self.max_rows or ''}"
@@ -203,23 +231,23 @@ def pack_linears(
     budget = available_bytes() // 2 if memory_budget is None else memory_budget
     replaced: dict[nn.Module, nn.Module] = {}
     choices, extra_bytes = [], 0
-    for shape in sorted(by_shape, key=lambda shape: -shape[0] * shape[1]):
-        linears = by_shape[shape]
-        weight_bytes = linears[0].weight.nbytes
-        if weight_bytes < MIN_BYTES:
+    for shape in sorted(by_shape, key=lambda shape: -shape.out_features * shape.in_features):
+        linears, candidates = by_shape[shape], _candidates(kernels, shape.kernels)
+        if len(candidates) == 1:
             continue
-        fitting = linears[: (budget - extra_bytes) // weight_bytes]
+        weight_bytes = linears[0].weight.nbytes
+        fitting = linears[: int((budget - extra_bytes) / weight_bytes / max(kernel.size for kernel in candidates[1:]))]
         if len(fitting) < len(linears):
             skipped.append(
-                f"{len(linears) - len(fitting)} x linear {shape[0]}x{shape[1]} stay plain: the budget for packed "
-                f"copies is {budget / 2**20:.0f} MiB"
+                f"{len(linears) - len(fitting)} x linear {shape.out_features}x{shape.in_features} stay plain: the "
+                f"budget for packed copies is {budget / 2**20:.0f} MiB"
             )
         if not fitting:
             continue
-        choice = _choose(fitting, _candidates(kernels, linears[0].weight), num_rows, most_rows)
+        choice = _choose(fitting, candidates, num_rows, most_rows)
         choices.append(choice)
         if choice.kernel != "plain":
-            extra_bytes += weight_bytes * len(fitting)
+            extra_bytes += round(weight_bytes * KERNELS[choice.kernel].size) * len(fitting)
             for linear in fitting:
                 replaced[linear] = PackedLinear(linear, KERNELS[choice.kernel], choice.min_rows, choice.max_rows)
     _replace_modules(module, replaced)
@@ -244,24 +272,36 @@ def unpack_linears(module: nn.Module) -> int:
     return len(replaced)
 
 
-def _candidates(names: Collection[str] | None, weight: Tensor) -> list[LinearKernel]:
-    """Plain, and the kernels to time against it: the preferred one for `weight`, or those named."""
-    plain, *others = (kernel for kernel in KERNELS.values() if kernel.missing(weight) is None)
+def _candidates(names: Collection[str] | None, supported: Sequence[str]) -> list[LinearKernel]:
+    """Plain, and the kernels to time against it: the preferred one of those supported, or those named."""
+    plain, *others = (KERNELS[name] for name in supported)
     return [plain, *(others[-1:] if names is None else (kernel for kernel in others if kernel.name in names))]
 
 
-def _linears_by_shape(module: nn.Module) -> tuple[dict[tuple[int, int, torch.dtype], list[nn.Linear]], list[str]]:
-    by_shape: dict[tuple[int, int, torch.dtype], list[nn.Linear]] = defaultdict(list)
+class _Shape(NamedTuple):
+    """What the linear layers that share a choice have in common."""
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    kernels: tuple[str, ...]
+    """those that support the weight"""
+
+
+def _linears_by_shape(module: nn.Module) -> tuple[dict[_Shape, list[nn.Linear]], list[str]]:
+    by_shape: dict[_Shape, list[nn.Linear]] = defaultdict(list)
     skipped = []
     for name, linear in module.named_modules():
-        if type(linear) is not nn.Linear or linear is module:
+        if type(linear) is not nn.Linear or linear is module or linear.weight.nbytes < MIN_BYTES:
             continue
         if linear.weight.device.type != "cpu":
             skipped.append(f"{name} stays plain: its weight is on {linear.weight.device}")
         elif linear._forward_hooks or linear._forward_pre_hooks:
             skipped.append(f"{name} stays plain: hooks are registered on it")
         else:
-            by_shape[*linear.weight.shape, linear.weight.dtype].append(linear)
+            kernels = tuple(kernel for kernel, reason in available_kernels(linear.weight).items() if reason is None)
+            shape = _Shape(linear.out_features, linear.in_features, linear.weight.dtype, kernels)
+            by_shape[shape].append(linear)
     return by_shape, skipped
 
 
@@ -276,7 +316,7 @@ def _replace_modules(module: nn.Module, replaced: dict[nn.Module, nn.Module]) ->
 def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: int, most_rows: int) -> ShapeChoice:
     """Time the candidates on some of `linears` and choose one for all."""
     sample = linears[:: max(1, len(linears) // NUM_TIMED_MODULES)][:NUM_TIMED_MODULES]
-    plain, *others = (_Trial(kernel, [each.weight[:NUM_TIMED_OUTPUTS] for each in sample]) for kernel in candidates)
+    plain, *others = (_Trial(kernel, sample) for kernel in candidates)
     trials = [plain, *(trial for trial in others if trial.is_right(max(num_rows, 4)))]
     time_in_turn(trials, sorted({1, num_rows}))
 
@@ -285,10 +325,11 @@ def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: 
         return min(trial.seconds[1], plain.seconds[1]) + trial.seconds[num_rows]
 
     fastest = min(map(step_seconds, trials))
-    chosen = [trial for trial in trials if step_seconds(trial) <= (1 + NEAR) * fastest][-1]
+    chosen = [trial for trial in trials if step_seconds(trial) <= (1 + NEAR) * fastest or trial.kernel.is_best][-1]
     min_rows, max_rows = 1, None
     if chosen is not plain:
-        min_rows = 2 if chosen.seconds[1] > (1 + NEAR) * plain.seconds[1] else 1
+        is_slow = chosen.seconds[1] > (1 + NEAR) * plain.seconds[1] and not chosen.kernel.is_best
+        min_rows = 2 if is_slow else 1
         max_rows = num_rows
         while max_rows < most_rows:
             more = min(2 * max_rows, most_rows)
@@ -304,9 +345,12 @@ def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: 
 class _Trial:
     """One kernel on the weights of a few modules: is it correct, and how fast."""
 
-    def __init__(self, kernel: LinearKernel, sample: list[Tensor]) -> None:
+    def __init__(self, kernel: LinearKernel, sample: Sequence[nn.Linear]) -> None:
         self.kernel = kernel
-        self.sample = [(kernel.pack(weight), weight) for weight in sample]
+        self.sample = []
+        for linear in sample:
+            weight, blocks = linear.weight.detach()[:NUM_TIMED_OUTPUTS], blocks_of(linear.weight)
+            self.sample.append((kernel.pack(weight, blocks and blocks.rows(len(weight))), weight))
         self.seconds: dict[int, float] = {}
 
     def inputs(self, num_rows: int) -> Tensor:

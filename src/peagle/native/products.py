@@ -1,0 +1,244 @@
+"""Products of a few rows with weights as they are stored: in bfloat16, or in blocks of 4 or 8 bits.
+
+A target read from a GGUF file has weights bfloat16(scale * code + offset), with a scale and an offset per 32 inputs.
+`BlockWeight` keeps codes, scales and offsets; the kernel computes the same bfloat16 numbers in registers, and
+multiplies in float32. So results differ from those of the float32 weight only by the order of the sum, which is the
+same for any number of rows.
+
+A packed weight is split into blocks of `lanes()` outputs. For each input of a block, the codes of its outputs lie side
+by side; 4-bit codes of two inputs share their bytes.
+
+Shapes: N rows, I inputs, O outputs, G groups of 32 inputs, L lanes, B = O / L blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peagle.native import jit
+from peagle.native.jit import Builder, Call, Calls, call, compile_kernel
+
+Form = Literal["bfloat16", "4-bit", "8-bit"]
+
+GROUP = 32
+"""inputs that share a scale and an offset"""
+NO_ROWS = torch.empty(0)
+TILES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""rows that share a pass over the weight; each has a kernel of its own"""
+
+
+class BlockWeight(NamedTuple):
+    """A weight in blocks of 32 inputs: bfloat16(scale * code + offset), computed in float32."""
+
+    codes_OI: Tensor
+    """uint8 below 16, or int8"""
+    scale_OG: Tensor
+    """float16"""
+    offset_OG: Tensor | None
+    """float16; None: zero, which 8-bit codes have"""
+
+    def rows(self, num_rows: int) -> "BlockWeight":
+        """The first `num_rows` outputs."""
+        return self.map(lambda each: each[:num_rows])
+
+    @staticmethod
+    def joined(parts: "Sequence[BlockWeight]") -> "BlockWeight":
+        """One weight with the outputs of all parts, which have the same form."""
+        offsets = [each.offset_OG for each in parts if each.offset_OG is not None]
+        codes_OI, scale_OG = torch.cat([each.codes_OI for each in parts]), torch.cat([each.scale_OG for each in parts])
+        return BlockWeight(codes_OI, scale_OG, torch.cat(offsets) if offsets else None)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "BlockWeight":
+        """Every tensor mapped."""
+        offset_OG = None if self.offset_OG is None else function(self.offset_OG)
+        return BlockWeight(function(self.codes_OI), function(self.scale_OG), offset_OG)
+
+    def weight(self) -> Tensor:
+        """The weight itself, float32 [O, I]."""
+        grouped_OGg = self.codes_OI.float().unflatten(1, (-1, GROUP)) * self.scale_OG.float()[..., None]
+        if self.offset_OG is not None:
+            grouped_OGg += self.offset_OG.float()[..., None]
+        return grouped_OGg.flatten(1).bfloat16().float()
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """A weight in the layout of the kernels."""
+
+    form: Form
+    num_outputs: int
+    num_inputs: int
+    codes: Tensor
+    scales: Tensor
+    """float16 [B, G, scale and offset, L]; empty in bfloat16"""
+    _products: dict[tuple[int, int], Calls] = field(default_factory=dict)
+    """by number of rows, and dimensions of what is added"""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+
+def missing(weight_OI: Tensor, blocks: BlockWeight | None = None) -> str | None:
+    """Why the kernels cannot compute with a weight; None if they can."""
+    if (reason := jit.missing()) is not None:
+        return reason
+    if weight_OI.dtype != torch.float32 or weight_OI.device.type != "cpu":
+        return f"the kernels compute in float32 on a CPU, not in {weight_OI.dtype} on {weight_OI.device}"
+    if weight_OI.shape[0] % lanes():
+        return f"{weight_OI.shape[0]} outputs are no multiple of {lanes()}"
+    if blocks is not None and weight_OI.shape[1] % GROUP == 0:
+        return None
+    is_exact = torch.equal(weight_OI.bfloat16().float(), weight_OI)
+    return None if is_exact else "bfloat16 does not hold the weight exactly"
+
+
+def pack(weight_OI: Tensor, blocks: BlockWeight | None = None) -> PackedWeight:
+    """Pack a weight that is not `missing`: its blocks if it has any, else its bfloat16 numbers."""
+    num_outputs, num_inputs = weight_OI.shape
+    if blocks is None or num_inputs % GROUP:
+        bits_OI = weight_OI.bfloat16().view(torch.int16)
+        return PackedWeight("bfloat16", num_outputs, num_inputs, _side_by_side(bits_OI), bits_OI.new_empty(0))
+    codes_BIL = _side_by_side(blocks.codes_OI)
+    if blocks.offset_OG is None:
+        return PackedWeight("8-bit", num_outputs, num_inputs, codes_BIL, _side_by_side(blocks.scale_OG))
+    pairs_BPpL = codes_BIL.unflatten(1, (-1, 2))
+    scales_BG2L = torch.stack([_side_by_side(each) for each in (blocks.scale_OG, blocks.offset_OG)], dim=2)
+    return PackedWeight("4-bit", num_outputs, num_inputs, pairs_BPpL[:, :, 0] | pairs_BPpL[:, :, 1] << 4, scales_BG2L)
+
+
+def _side_by_side(values_OX: Tensor) -> Tensor:
+    """[O, X] as [B, X, L]."""
+    return values_OX.unflatten(0, (-1, lanes())).transpose(1, 2).contiguous()
+
+
+def lanes() -> int:
+    """Outputs per block."""
+    return 16 if jit.has_wide_registers() else 8
+
+
+def product(x_NI: Tensor, weight: PackedWeight, added: Tensor | None = None) -> Tensor:
+    """x_NI @ weight.T, plus a bias [O] or a residual [N, O]. All are contiguous float32."""
+    y_NO, key = x_NI.new_empty(len(x_NI), weight.num_outputs), (len(x_NI), 0 if added is None else added.dim())
+    calls = weight._products.get(key)
+    if calls is None:
+        calls = weight._products[key] = Calls([product_call(x_NI, weight, y_NO, added)])
+    arguments = calls.calls[0].arguments
+    arguments[0], arguments[3] = x_NI.data_ptr(), y_NO.data_ptr()
+    if added is not None:
+        arguments[4] = added.data_ptr()
+    calls.run()
+    return y_NO
+
+
+def product_call(x_NI: Tensor, weight: PackedWeight, y_NO: Tensor, added: Tensor | None = None) -> Call:
+    """A call that writes x_NI @ weight.T, plus a bias [O] or a residual [N, O], to y_NO."""
+    num_rows, num_blocks = len(x_NI), weight.num_outputs // lanes()
+    tile = _tile(num_rows)
+    kernel = _kernel(weight.form, tile, _blocks_per_step(tile, num_blocks), added is not None)
+    tensors = (x_NI, weight.codes, weight.scales, y_NO, NO_ROWS if added is None else added)
+    added_stride = 0 if added is None or added.dim() == 1 else weight.num_outputs
+    return call(kernel, *tensors, weight.num_inputs, weight.num_outputs, num_rows, added_stride)
+
+
+def _tile(num_rows: int) -> int:
+    """Rows per tile: the fewest tiles times rows, and the larger tile if two are equal."""
+    most = 16 if jit.has_wide_registers() else 8
+    return min(
+        (tile for tile in TILES if tile <= min(num_rows, most)), key=lambda tile: -(-num_rows // tile) * (tile + 2)
+    )
+
+
+def _blocks_per_step(tile: int, num_blocks: int) -> int:
+    """Blocks computed at once: several for few rows, whose sums alone would wait for each other."""
+    most = {1: 4, 2: 2, 3: 2, 4: 2}.get(tile, 1)
+    return max(number for number in (1, 2, 4) if number <= most and num_blocks % number == 0)
+
+
+@cache
+def _kernel(form: Form, tile: int, step: int, is_added: bool) -> int:
+    return compile_kernel(lambda b: _write_product(b, form, tile, step, is_added), lanes())
+
+
+def _write_product(b: Builder, form: Form, tile: int, step: int, is_added: bool) -> None:
+    """Each thread takes some blocks. The last tile overlaps the one before it if `tile` does not divide the rows."""
+    x, codes, scales, y, added = (b.address(index) for index in range(5))
+    inputs, outputs, rows, added_stride = (b.number(index) for index in range(5, 9))
+    width = b.lanes
+    first, end = b.share(b.ir.udiv(outputs, b.integer(width * step)))
+    last_row = b.ir.sub(rows, b.integer(tile))
+    zero = b.splat(0.0)
+    sums = [[b.variable(b.floats, zero) for _ in range(tile)] for _ in range(step)]
+    with b.loop(first, end) as unit, b.loop(b.integer(0), rows, tile) as wanted_row:
+        row = b.ir.select(b.ir.icmp_signed("<", wanted_row, last_row), wanted_row, last_row)
+        x_rows = [b.place(x, b.ir.mul(b.ir.add(row, b.integer(each)), inputs), b.float) for each in range(tile)]
+        blocks = [b.ir.add(b.ir.mul(unit, b.integer(step)), b.integer(each)) for each in range(step)]
+        for own in sums:
+            for total in own:
+                b.set(total, zero)
+
+        def add(own: list[Any], weight: Any, index: Any, x_rows: list[Any] = x_rows) -> None:
+            for total, x_row in zip(own, x_rows, strict=True):
+                b.set(total, b.fma(weight, b.spread(b.load(x_row, index, b.float)), b.get(total)))
+
+        if form == "bfloat16":
+            with b.loop(b.integer(0), inputs) as index:
+                for own, block in zip(sums, blocks, strict=True):
+                    bits = b.load_vector(codes, _offset(b, block, inputs, index), b.i16)
+                    wide = b.ir.shl(b.ir.zext(bits, b.ints), b.splat(16))
+                    add(own, b.ir.bitcast(wide, b.floats), index)
+        else:
+            _write_groups(b, form, codes, scales, inputs, blocks, sums, add)
+        for own, block in zip(sums, blocks, strict=True):
+            for each, total in enumerate(own):
+                own_row, column = b.ir.add(row, b.integer(each)), b.ir.mul(block, b.integer(width))
+                value = b.get(total)
+                if is_added:
+                    added_place = b.ir.add(b.ir.mul(own_row, added_stride), column)
+                    value = b.ir.fadd(value, b.load_vector(added, added_place, b.float))
+                b.store_vector(value, y, b.ir.add(b.ir.mul(own_row, outputs), column))
+
+
+def _write_groups(
+    b: Builder, form: Form, codes: Any, scales: Any, inputs: Any, blocks: list[Any], sums: list[Any], add: Any
+) -> None:
+    per_byte, num_scales = (2, 2) if form == "4-bit" else (1, 1)
+    num_groups, num_columns = b.ir.udiv(inputs, b.integer(GROUP)), b.ir.udiv(inputs, b.integer(per_byte))
+    with b.loop(b.integer(0), num_groups) as group:
+        factors = []
+        for block in blocks:
+            place = b.ir.mul(_offset(b, block, num_groups, group), b.integer(num_scales))
+            numbers = [
+                b.load_vector(scales, b.ir.add(place, b.integer(k * b.lanes)), b.half) for k in range(num_scales)
+            ]
+            factors.append([b.ir.fpext(each, b.floats) for each in numbers])
+        with b.loop(b.integer(0), b.integer(GROUP // per_byte)) as place_in_group:
+            column = b.ir.add(b.ir.mul(group, b.integer(GROUP // per_byte)), place_in_group)
+            index = b.ir.mul(column, b.integer(per_byte))
+            for own, block, factor in zip(sums, blocks, factors, strict=True):
+                stored = b.load_vector(codes, _offset(b, block, num_columns, column), b.i8)
+                if form == "8-bit":
+                    code = b.ir.sitofp(b.ir.sext(stored, b.ints), b.floats)
+                    add(own, _to_bfloat16(b, b.ir.fmul(code, factor[0])), index)
+                    continue
+                both = b.ir.zext(stored, b.ints)
+                for each, code in enumerate((b.ir.and_(both, b.splat(15)), b.ir.lshr(both, b.splat(4)))):
+                    weight = _to_bfloat16(b, b.fma(b.ir.sitofp(code, b.floats), *factor))
+                    add(own, weight, b.ir.add(index, b.integer(each)))
+
+
+def _offset(b: Builder, block: Any, num_columns: Any, column: Any) -> Any:
+    """The first element of a column of a block."""
+    return b.ir.mul(b.ir.add(b.ir.mul(block, num_columns), column), b.integer(b.lanes))
+
+
+def _to_bfloat16(b: Builder, value: Any) -> Any:
+    """Round to the nearest bfloat16, ties to even."""
+    bits = b.ir.bitcast(value, b.ints)
+    odd = b.ir.and_(b.ir.lshr(bits, b.splat(16)), b.splat(1))
+    rounded = b.ir.add(b.ir.add(bits, odd), b.splat(0x7FFF))
+    return b.ir.bitcast(b.ir.and_(rounded, b.splat(-0x10000)), b.floats)

@@ -1,0 +1,170 @@
+"""The engine on a CPU with native decoder layers answers what transformers answers, token for token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from harness.model_families import BASE, sequential, trained_drafter
+from harness.tiny_models import tiny_tokenizer
+from peagle.compare.divergence import gap_to_best
+from peagle.drafter.model import Drafter
+from peagle.engine.engine import Engine
+from peagle.native import jit
+from peagle.native.layer import NativeLayer
+from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
+from peagle.targets.hf import HFTarget
+from peagle.targets.near_tie import NEAR_TIE
+from peagle.worker.linear_layers import pack_models, repack
+
+SHAPE: dict[str, Any] = BASE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_dropout": 0.0}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=70)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{name: SHAPE[name] for name in SHAPE if name != "head_dim"})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+}
+LENGTHS = (3, 9, 20, 33, 80, 120)
+"""of the prompts; those with more than 64 tokens are prefilled by transformers' layers"""
+PROMPTS = [
+    torch.randint(3, 268, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS
+]
+GREEDY = SamplingParams(max_tokens=16)
+
+pytestmark = pytest.mark.skipif(jit.missing() is not None, reason=str(jit.missing()))
+
+
+@pytest.fixture(autouse=True)
+def native_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Take weights of any size, and count the passes by number of rows."""
+    monkeypatch.setattr("peagle.native.packed_linear.MIN_BYTES", 1)
+    runs: list[int] = []
+    run = NativeLayer.run
+    monkeypatch.setattr(NativeLayer, "run", lambda self, x, *args: runs.append(x.shape[1]) or run(self, x, *args))
+    return runs
+
+
+def rounded(module: Any) -> Any:
+    """Weights that bfloat16 holds, as a checkpoint has them."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return module
+
+
+def target_of(family: str) -> HFTarget:
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return HFTarget(rounded(model), tiny_tokenizer(), name=f"tiny-{family}")
+
+
+def drafter_for(target: HFTarget, texts: list[list[int]]) -> Drafter:
+    changes = {"head_dim": 16, "intermediate_size": 96, "num_layers": 2}
+    return rounded(trained_drafter(target, texts, num_steps=30, **changes)).requires_grad_(False)
+
+
+def generated(target: HFTarget, prompt: list[int]) -> list[int]:
+    row = torch.tensor([prompt])
+    output = target.model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=16, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_with_native_layers_are_those_of_transformers(family: str, native_runs: list[int]) -> None:
+    target = target_of(family)
+    expected = [generated(target, prompt) for prompt in PROMPTS]
+    drafter = drafter_for(target, [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)])
+    tight = {"page_size": 2, "max_length": 140, "num_pages": 120, "prefill_tokens": 100}
+    for own, num_draft_tokens, settings in (
+        (None, 0, {"page_size": 4, "max_length": 160}),
+        (drafter, 4, {"page_size": 4, "max_length": 160, "tree_nodes": 9, "verify_tokens": 0}),
+        (drafter, 4, tight | {"verify_tokens": 0}),
+        (sequential(drafter, target), 3, {"page_size": 4, "max_length": 160, "verify_tokens": 0}),
+    ):
+        native_runs.clear()
+        engine = Engine(target, own, num_draft_tokens, EngineConfig(**settings))
+        names = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
+        outputs = {}
+        while engine.has_work:
+            outputs |= {output.request_id: output for output in engine.step()}
+        stats = engine.stats()
+        engine.close()
+        assert len(native_runs) > 40 and max(native_runs) <= 64, "decode steps ran native layers"
+        assert own is None or stats.accepted_per_position[0] > 0, "some drafts were accepted"
+        for prompt, name, wanted in zip(PROMPTS, names, expected, strict=True):
+            found = list(outputs[name].outputs[0].token_ids)
+            if found != wanted:
+                part = next(i for i, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
+                gap = gap_to_best(target, [*prompt, *wanted[:part]], (found[part], wanted[part]))
+                assert gap < NEAR_TIE, f"token {part} after {len(prompt)}: {found} is not {wanted}, the gap is {gap}"
+
+
+def test_a_family_with_other_layers_runs_on_torch_and_the_log_says_why(
+    native_runs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, sliding_window=70, query_pre_attn_scalar=16)
+    target = HFTarget(rounded(Gemma2ForCausalLM(config)), tiny_tokenizer(), name="tiny-gemma2")
+    with caplog.at_level("INFO"):
+        engine = Engine(target, None, 0, EngineConfig(max_length=64))
+    engine.close()
+    assert not native_runs
+    assert "Gemma2DecoderLayer runs on torch's kernels: it has other parts" in caplog.text
+
+
+def test_layers_that_compute_something_else_than_their_parts_say_run_on_torch(
+    native_runs: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = target_of("llama")
+    for layer in target.layers:
+        norm = layer.input_layernorm
+        monkeypatch.setattr(norm, "forward", lambda x, own=norm.forward: 1.01 * own(x))
+    with caplog.at_level("INFO"):
+        engine = Engine(target, None, 0, EngineConfig(max_length=64))
+        native_runs.clear()
+        engine.add(PROMPTS[0], GREEDY)
+        while engine.has_work:
+            engine.step()
+        engine.close()
+    assert not native_runs
+    assert "it computes something else than its parts say" in caplog.text
+
+
+def test_after_weights_were_replaced_the_drafters_native_layers_use_the_new_ones(native_runs: list[int]) -> None:
+    target = target_of("llama")
+    old, new = (drafter_for(target, [prompt + prompt for prompt in PROMPTS[:number]]) for number in (2, 4))
+    undo = pack_models(target, old, 4, 64)
+    try:
+        old.load_state_dict(new.state_dict())
+        repack(old)
+        layer, expected = old.layers[0], new.layers[0]
+        assert layer.__dict__["forward"] is not None, "the layer is native"
+        packed, plain = layer.self_attn.o_proj.packed, expected.self_attn.o_proj.weight
+        x = torch.randn(3, plain.shape[1])
+        torch.testing.assert_close(layer.self_attn.o_proj(x), x @ plain.t(), rtol=1e-4, atol=1e-4)
+        cells = {
+            name: cell.cell_contents
+            for name, cell in zip(layer.forward.__code__.co_freevars, layer.forward.__closure__, strict=True)
+        }
+        assert cells["native"].output is packed, "not the weight packed before"
+    finally:
+        undo()
+    assert "forward" not in old.layers[0].__dict__

@@ -1,0 +1,85 @@
+"""Products with stored weights against float64; the kernels are compiled and run for real."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle.native import jit, products
+from peagle.native.products import BlockWeight, missing, pack, product
+
+NUM_OUTPUTS, NUM_INPUTS = 96, 64
+ROW_COUNTS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 64)
+
+pytestmark = pytest.mark.skipif(jit.missing() is not None, reason=str(jit.missing()))
+
+
+def random_blocks(form: str) -> BlockWeight:
+    draw = torch.Generator().manual_seed(0)
+    groups = (NUM_OUTPUTS, NUM_INPUTS // 32)
+    scale_OG = (torch.rand(groups, generator=draw) + 0.5).half()
+    if form == "8-bit":
+        codes_OI = torch.randint(-128, 128, (NUM_OUTPUTS, NUM_INPUTS), generator=draw, dtype=torch.int8)
+        return BlockWeight(codes_OI, scale_OG, None)
+    codes_OI = torch.randint(0, 16, (NUM_OUTPUTS, NUM_INPUTS), generator=draw, dtype=torch.uint8)
+    return BlockWeight(codes_OI, scale_OG, (-8 * torch.rand(groups, generator=draw)).half())
+
+
+def example(form: str) -> tuple[Tensor, BlockWeight | None]:
+    blocks = random_blocks(form)
+    return blocks.weight(), None if form == "bfloat16" else blocks
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "4-bit", "8-bit"])
+def test_products_are_those_of_the_float32_weight_and_rows_do_not_depend_on_their_company(form: str) -> None:
+    weight_OI, blocks = example(form)
+    packed = pack(weight_OI, blocks)
+    assert packed.form == form
+    x_NI = torch.randn(max(ROW_COUNTS), NUM_INPUTS, generator=torch.Generator().manual_seed(1))
+    expected_NO = x_NI.double() @ weight_OI.double().t()
+    scale_NO = x_NI.abs().double() @ weight_OI.abs().double().t()
+    bias_O, residual_NO = torch.randn(NUM_OUTPUTS), torch.randn(len(x_NI), NUM_OUTPUTS)
+    together_NO = product(x_NI, packed)
+    for size in ROW_COUNTS:
+        own_NI = x_NI[-size:].contiguous()
+        found_NO = product(own_NI, packed)
+        assert ((found_NO - expected_NO[-size:]).abs() <= 4e-6 * scale_NO[-size:]).all(), f"{size} rows"
+        assert torch.equal(found_NO, together_NO[-size:]), f"{size} rows: another sum"
+        assert torch.equal(product(own_NI, packed, bias_O), found_NO + bias_O)
+        residual = residual_NO[:size].contiguous()
+        assert torch.equal(product(own_NI, packed, residual), found_NO + residual)
+
+
+def test_four_bits_take_a_sixth_of_the_memory_of_float32() -> None:
+    weight_OI, blocks = example("4-bit")
+    assert pack(weight_OI, blocks).num_bytes == weight_OI.numel() * (4 + 1) // 8
+    assert pack(weight_OI).num_bytes == weight_OI.numel() * 2
+
+
+def test_weights_are_rounded_to_bfloat16_as_torch_rounds_them_ties_included() -> None:
+    """With a scale of 1, codes and offsets of these sizes hit ties, which go to the even neighbor."""
+    codes_OI = torch.arange(16, dtype=torch.uint8).repeat(NUM_OUTPUTS, NUM_INPUTS // 16)
+    offset_OG = torch.arange(NUM_OUTPUTS * 2).view(NUM_OUTPUTS, 2) + 256
+    blocks = BlockWeight(codes_OI, torch.ones_like(offset_OG).half(), offset_OG.half())
+    packed = pack(blocks.weight(), blocks)
+    assert torch.equal(product(torch.eye(NUM_INPUTS), packed), blocks.weight().t())
+    exact_OI = codes_OI.float() + offset_OG.float().repeat_interleave(32, dim=1)
+    assert (exact_OI != blocks.weight()).any(), "some were rounded"
+
+
+@pytest.mark.parametrize(
+    ("weight_OI", "reason"),
+    [
+        (torch.full((32, 32), 0.1), "bfloat16 does not hold"),
+        (torch.ones(33, 32), "33 outputs are no multiple"),
+        (torch.ones(32, 32, dtype=torch.float64), "not in torch.float64"),
+    ],
+)
+def test_weights_that_the_kernels_cannot_hold_are_named(weight_OI: Tensor, reason: str) -> None:
+    assert reason in str(missing(weight_OI))
+
+
+def test_without_llvmlite_nothing_is_native_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "llvm", None)
+    monkeypatch.setattr(jit, "missing", jit.missing.__wrapped__)
+    assert jit.missing() == "llvmlite is not installed"
+    assert products.missing(torch.ones(32, 32)) == "llvmlite is not installed"
