@@ -43,6 +43,7 @@ FLOORS = {
     "native": 3,
     "kernels": 2,
     "dialects": 2,
+    "cache": 1,
     "config": 1,
     "host_memory": 1,
     "sampling_params": 1,

@@ -1,5 +1,7 @@
 """Products with stored weights against float64; the kernels are compiled and run for real."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -83,3 +85,24 @@ def test_without_llvmlite_nothing_is_native_and_the_reason_is_given(monkeypatch:
     monkeypatch.setattr(jit, "missing", jit.missing.__wrapped__)
     assert jit.missing() == "llvmlite is not installed"
     assert products.missing(torch.ones(32, 32)) == "llvmlite is not installed"
+
+
+def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_kernel", products._kernel.__wrapped__)
+    weight_OI, blocks = example("4-bit")
+    x_NI = torch.randn(1, NUM_INPUTS)
+    expected_NO = product(x_NI, pack(weight_OI, blocks))
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert file.name.startswith("product-4-bit-1-")
+    monkeypatch.setattr(jit, "_object_code", lambda *_: pytest.fail("compiled again"))
+    assert torch.equal(product(x_NI, pack(weight_OI, blocks)), expected_NO)
+
+
+def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels").write_text("in the way")
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_kernel", products._kernel.__wrapped__)
+    weight_OI, blocks = example("8-bit")
+    x_NI = torch.randn(1, NUM_INPUTS)
+    torch.testing.assert_close(product(x_NI, pack(weight_OI, blocks)), x_NI @ weight_OI.t(), rtol=1e-4, atol=1e-2)

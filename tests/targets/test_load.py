@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.gguf_files import tiny_gguf_target, write_gguf
 from harness.tiny_models import tiny_target
+from peagle.cache import cache_directory
 from peagle.errors import ConfigError, TargetError
 from peagle.targets import load
 from peagle.targets.catalog import ASSETS, DEFAULT_TARGET, entries, find
@@ -223,10 +224,10 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
 
 def test_the_cache_directory_is_the_users_unless_the_variable_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEAGLE_CACHE", "~/elsewhere")
-    assert load.cache_directory() == Path.home() / "elsewhere"
+    assert cache_directory() == Path.home() / "elsewhere"
     for empty in ("", None):
         monkeypatch.setenv("PEAGLE_CACHE", empty) if empty is not None else monkeypatch.delenv("PEAGLE_CACHE")
-        assert load.cache_directory() == Path.home() / ".cache" / "peagle"
+        assert cache_directory() == Path.home() / ".cache" / "peagle"
 
 
 def test_a_catalog_target_whose_package_is_absent_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Baselines with transformers itself, on the same target, prompts and device: what users have without peagle.
+"""Baselines on the same target, prompts and device: what users have without peagle.
 
     transformers eager                 generate over left-padded batches, no compilation
     transformers static compiled       the same with a static cache and the compiled forward
     transformers continuous batching   its paged scheduler, with a batch as large as the concurrency
+    llama.cpp                          on the same GGUF file, on a CPU, if the package xllamacpp is installed
 
 Greedy. Only tokens up to each answer's end count, not the padding. A batch of `generate` returns all at once, so its
 TPOT is the batch's time (with prefill) over its longest answer, and it has no TTFT.
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import Answer, Cell, CellResult
+from peagle.bench.llama_cpp import LLAMA_CPP, can_run, run_llama_cpp
 from peagle.bench.offline import peak_memory, reason_of, reset_peak_memory
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 CONTINUOUS = "transformers continuous batching"
-NUM_ANCHORS = 3
 
 MAX_BATCHES = 10
 """Limits the requests at low concurrency, where a whole workload would take most of the run."""
@@ -58,7 +59,7 @@ def run_anchors(
     `MAX_BATCHES`. An anchor that fails is recorded with its reason, and the rest continue. The target's attention and
     taps are restored afterwards, and compiled code is dropped.
     """
-    for method, run in ((EAGER, run_eager), (STATIC, run_static), (CONTINUOUS, run_continuous)):
+    for method, run in anchors_of(target).items():
         for places in sorted(concurrency):
             result = CellResult(Cell(method, 0, places))
             try:
@@ -71,6 +72,12 @@ def run_anchors(
                 result.failure = reason_of(error)
             results.append(result)
             on_cell(result)
+
+
+def anchors_of(target: "HFTarget") -> dict[str, Callable[..., Timed]]:
+    """The anchors that can run here, by name."""
+    transformers_anchors = {EAGER: run_eager, STATIC: run_static, CONTINUOUS: run_continuous}
+    return transformers_anchors | ({LLAMA_CPP: run_llama_cpp} if can_run(target) else {})
 
 
 def batches_of(num_prompts: int, concurrency: int, num_requests: int) -> Batches:

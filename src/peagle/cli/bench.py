@@ -1,7 +1,8 @@
 """Sweep methods, numbers of draft tokens and concurrency over a prompt file, in one process.
 
 Reports throughput, latency, acceptance, time per step by phase, memory, and answers that differ from plain decoding.
---anchors adds transformers itself, --dummy measures against memory bandwidth. `peagle bench serve` load-tests a server.
+--anchors adds transformers and llama.cpp, --dummy measures against memory bandwidth. `peagle bench serve` load-tests a
+server.
 """
 
 import logging
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.anchors import NUM_ANCHORS, run_anchors
+from peagle.bench.anchors import anchors_of, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
 from peagle.bench.conversations import Conversations
 from peagle.bench.dummy import USUAL_DEPTH, assumed_shares, assumption, dummy_drafter
@@ -63,7 +64,8 @@ class Arguments(ModelArguments):
     report: Path | None = None
     """write a report with charts into this file (.html or .md)"""
     anchors: bool = False
-    """also measure transformers: eager, static compiled and continuous batching"""
+    """also measure transformers (eager, static compiled, continuous batching), and llama.cpp if xllamacpp is installed
+    and the target is a GGUF file"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     dummy: str | None = None
@@ -298,7 +300,7 @@ def measure(
     """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
     arguments.cost.check(accelerator(target))
     concurrency, max_tokens = arguments.concurrency, params.max_tokens
-    num_anchors = NUM_ANCHORS * len(concurrency) if arguments.anchors else 0
+    num_anchors = len(anchors_of(target)) * len(concurrency) if arguments.anchors else 0
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=len(cells) + num_anchors)
 

@@ -4,6 +4,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from peagle import __version__
+from peagle.cache import cache_directory
 from peagle.console.arguments import TargetArguments
 from peagle.errors import CheckpointError, TargetError
 from peagle.provenance import commit, package_version, processor_name
@@ -18,7 +19,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "trit
 def machine(options: TargetArguments) -> dict[str, Any]:
     import torch
 
-    from peagle.targets.load import cache_directory, choose_device, choose_dtype, has_native_bfloat16
+    from peagle.targets.load import choose_device, choose_dtype, has_native_bfloat16
 
     device, revision = choose_device(options.device), commit()
     return {

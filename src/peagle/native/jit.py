@@ -6,17 +6,22 @@ the work (`Builder.share`). `run` executes a list of kernels in one parallel reg
 Vectors may be wider than the machine's registers: LLVM splits them.
 """
 
+import contextlib
 import ctypes
+import hashlib
 import platform
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from peagle.cache import cache_directory, write_atomically
 
 try:
     import llvmlite.binding as llvm
@@ -99,41 +104,74 @@ def _machine() -> Any:
     llvm.initialize_native_asmprinter()
     for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
         llvm.add_symbol(name, ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value)
-    features = llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" if has_wide_registers() else "")
     target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3)
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
+
+
+def _features() -> str:
+    features: str = llvm.get_host_cpu_features().flatten()
+    return features + (",-prefer-256-bit" if has_wide_registers() else "")
 
 
 _engines: list[Any] = []
 """Own the compiled code, which lives as long as the process."""
 
 
-def compile_kernel(write: "Callable[[Builder], None]", lanes: int) -> int:
-    """The address of a kernel whose body `write` builds, with vectors of `lanes` floats."""
-    builder = Builder(lanes)
-    write(builder)
-    builder.ir.ret_void()
-    return _compile(str(builder.module))
+def compile_kernel(name: str, write: "Callable[[Builder], None]", lanes: int) -> int:
+    """The address of the kernel `name`, whose body `write` builds with vectors of `lanes` floats."""
+
+    def assembly() -> str:
+        builder = Builder(lanes)
+        write(builder)
+        builder.ir.ret_void()
+        return str(builder.module)
+
+    return _compile(name, assembly)
 
 
-def _compile(assembly: str) -> int:
-    module, machine = llvm.parse_assembly(assembly), _machine()
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = options.slp_vectorization = False  # the kernels use vectors themselves
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
+def _compile(name: str, assembly: Callable[[], str]) -> int:
+    """Compile, or take the object code of an earlier process from the cache directory."""
+    file, machine = cache_directory() / "kernels" / f"{name}-{_compiler_key()}.o", _machine()
+    try:
+        code = file.read_bytes()
+    except OSError:
+        code = _object_code(assembly(), machine)
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
+            write_atomically(file, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address("kernel")
     return address
 
 
+def _object_code(assembly: str, machine: Any) -> bytes:
+    module = llvm.parse_assembly(assembly)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = False  # the kernels use vectors themselves
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+@cache
+def _compiler_key() -> str:
+    """A hash of what the object code of a kernel depends on: this package, LLVM and the CPU."""
+    digest = hashlib.sha256(f"{llvm.llvm_version_info} {llvm.get_host_cpu_name()} {_features()}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 @cache
 def _driver() -> int:
     """Runs a list, [number of calls, kernel, arguments, kernel, arguments, ...], with a barrier after each call."""
     return _compile(
-        """
+        "driver",
+        lambda: (
+            """
         declare void @GOMP_barrier()
         define void @kernel(ptr %list) {
         entry:
@@ -157,6 +195,7 @@ def _driver() -> int:
           ret void
         }
         """
+        ),
     )
 
 

@@ -42,7 +42,7 @@ def _norm_kernel() -> int:
                 value = b.ir.fmul(b.load_vector(x, place, b.float), factor)
                 b.store_vector(b.ir.fmul(value, b.load_vector(weight, column, b.float)), y, place)
 
-    return compile_kernel(write, LANES)
+    return compile_kernel("norm", write, LANES)
 
 
 def _norm_factor(b: Builder, x: Any, width: Any, epsilon: Any) -> Any:
@@ -120,7 +120,7 @@ def _rotary_kernel(num_heads: int, num_groups: int, width: int, has_norms: bool)
                 value = b.load_vector(qkv, b.ir.add(value_start, column), b.float)
                 b.store_vector(value, values, b.ir.add(kept, column))
 
-    return compile_kernel(write, LANES)
+    return compile_kernel(f"rotary-{num_heads}-{num_groups}-{width}{'-normed' * has_norms}", write, LANES)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
             for column, each in zip(columns, sums, strict=True):
                 b.store_vector(b.ir.fdiv(b.get(each), divisor), attended, b.ir.add(out, b.integer(column)))
 
-    return compile_kernel(write, LANES)
+    return compile_kernel(f"attention-{num_heads}-{num_groups}-{width}", write, LANES)
 
 
 @contextmanager
@@ -280,4 +280,4 @@ def _gate_kernel(activation: str) -> int:
             value = b.ir.fmul(b.ir.fdiv(gate, divisor), up)
             b.store_vector(value, y, b.ir.add(b.ir.mul(row, width), column))
 
-    return compile_kernel(write, LANES)
+    return compile_kernel(f"gate-{activation}", write, LANES)

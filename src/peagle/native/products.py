@@ -161,7 +161,8 @@ def _blocks_per_step(tile: int, num_blocks: int) -> int:
 
 @cache
 def _kernel(form: Form, tile: int, step: int, is_added: bool) -> int:
-    return compile_kernel(lambda b: _write_product(b, form, tile, step, is_added), lanes())
+    name = f"product-{form}-{tile}-{step}{'-plus' * is_added}"
+    return compile_kernel(name, lambda b: _write_product(b, form, tile, step, is_added), lanes())
 
 
 def _write_product(b: Builder, form: Form, tile: int, step: int, is_added: bool) -> None:

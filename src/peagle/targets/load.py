@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from peagle.cache import cache_directory
 from peagle.errors import CheckpointError, TargetError, first_line
 from peagle.host_memory import total_bytes
 from peagle.native.gguf_blocks import attach_blocks, blocks_path, write_blocks
@@ -232,10 +233,6 @@ def _cpu_flags() -> set[str]:
     with contextlib.suppress(OSError):
         return set(Path("/proc/cpuinfo").read_text().split())
     return set()
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("PEAGLE_CACHE") or "~/.cache/peagle").expanduser()
 
 
 def convert_gguf(path: Path, name: str) -> Path:

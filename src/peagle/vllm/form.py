@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from peagle import __version__
+from peagle.cache import cache_directory
 from peagle.checkpoint.config_json import VLLM_ARCHITECTURES, read_object, vllm_mask_token_id
 from peagle.checkpoint.layouts import CONFIG_NAME, PAIR_HEAD_NAME, WEIGHTS_NAME, tensor_types
 from peagle.checkpoint.pairing import card_target
@@ -107,7 +108,7 @@ def _place(directory: Path, models: Models, allow_mismatch: bool) -> Path:
 
     One converted under --allow-mismatch has another name, so that it is used only with that option.
     """
-    from peagle.targets.load import cache_directory, find_target
+    from peagle.targets.load import find_target
 
     target_directory = models.directory or find_target(models.asked or models.target)
     key = _digest(directory, models.target, target_directory)

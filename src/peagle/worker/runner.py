@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from peagle.cache import cache_directory
 from peagle.checkpoint.replacement import Replacement
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
@@ -25,7 +26,6 @@ from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
 from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
-from peagle.targets.load import cache_directory
 from peagle.targets.paged import PagedTarget
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.captured_steps import CapturedSteps, Progress, StepTimes
