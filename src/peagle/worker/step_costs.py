@@ -33,7 +33,7 @@ from peagle.worker.step import Step, Verified
 
 log = logging.getLogger(__name__)
 
-PASS_SIZES = (1, 8, 16, 64)
+PASS_SIZES = (1, 4, 8, 16, 64)
 """tokens of the passes that are timed, at most; costs rise slowly up to about 8, then in proportion"""
 BATCHES = (1, 4)
 """requests of the drafts that are timed"""
