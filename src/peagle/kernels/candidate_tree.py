@@ -95,19 +95,29 @@ def grow_tree_on_cpu(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
 
 
 def _grow_one(logprob_KX: np.ndarray, num_nodes: int) -> tuple[np.ndarray, ...]:
-    """The tree of one request. The frontier holds every child of the nodes so far; each round takes the best."""
+    """The tree of one request. The frontier holds the best child of each node that is left; each round takes the best."""
     is_paired, frontier = logprob_KX.ndim == 3, list[tuple[float, int, int]]()
     # Places without a node keep these values.
     parent, depth, choice = [0] * (num_nodes + 1), [0] + [1] * num_nodes, [0] * (num_nodes + 1)
     score = np.full(num_nodes + 1, -np.inf, np.float32)
     score[0] = 0.0
 
+    children: list[list[tuple[float, int, int]]] = []
+    """of each node, the best last"""
+
     def add_children(node: int) -> None:
         if depth[node] < len(logprob_KX):
             below_X = logprob_KX[depth[node]]
-            for place, value in enumerate((score[node] + (below_X[choice[node]] if is_paired else below_X)).tolist()):
-                if value > -np.inf:
-                    heapq.heappush(frontier, (-value, node, place))
+            values = (score[node] + (below_X[choice[node]] if is_paired else below_X)).tolist()
+            own = [(-value, node, place) for place, value in enumerate(values) if value > -np.inf]
+            children.append(sorted(own, reverse=True))
+        else:
+            children.append([])
+        add_next(node)
+
+    def add_next(node: int) -> None:
+        if children[node]:
+            heapq.heappush(frontier, children[node].pop())
 
     add_children(0)
     for node in range(1, num_nodes + 1):
@@ -115,6 +125,7 @@ def _grow_one(logprob_KX: np.ndarray, num_nodes: int) -> tuple[np.ndarray, ...]:
             break
         negative, parent[node], choice[node] = heapq.heappop(frontier)
         score[node], depth[node] = -negative, depth[parent[node]] + 1
+        add_next(parent[node])
         add_children(node)
     ancestors = [1] * (num_nodes + 1)
     for node in range(1, num_nodes + 1):

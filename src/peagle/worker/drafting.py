@@ -32,6 +32,9 @@ from peagle.worker.chunks import ChunkLayout, Chunks, FirstTokens
 from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
 
+FIRST_DEPTH, DEEPER = 4, 2
+"""with `adapts_depth`: the least depth, and how much deeper than the deepest accepted draft of the last step"""
+
 
 class DrafterBatch(NamedTuple):
     """Slots of one drafter pass: their places in the KV cache and the inputs of the layers."""
@@ -67,11 +70,15 @@ class Drafting:
         max_position: int,
         compile: Compile,
         needs_confidence: bool,
+        adapts_depth: bool = False,
     ) -> None:
+        """`adapts_depth`: draft trees no deeper than accepted drafts suggest. On a CPU, where less depth costs less."""
         self.drafter, self.state, self.memory = drafter, state, memory
         self.num_draft_tokens = state.num_draft_tokens
         self.page_size, self.max_position = memory.page_size, max_position
         self.needs_confidence = needs_confidence
+        self.adapts_depth = adapts_depth and state.is_tree
+        self._depth = min(FIRST_DEPTH, state.num_draft_tokens) if self.adapts_depth else state.num_draft_tokens
         self.width = drafter.num_candidates if state.is_tree else 1
         self.fused_mask_D = self._fuse_mask()
         self._run_fuse = compile(drafter.fuse)
@@ -94,7 +101,7 @@ class Drafting:
     @property
     def num_depths(self) -> int:
         """Draft tokens per drafter pass."""
-        return self.num_draft_tokens if self.drafter.config.parallel else 1
+        return self._depth if self.drafter.config.parallel else 1
 
     def after_decode(self, rows_B: Tensor, batch: VerifyBatch, accepted: Accepted, aux_NA: Tensor) -> None:
         """Draft behind the tokens that a verification pass accepted."""
@@ -109,6 +116,9 @@ class Drafting:
             rows_B, table_BP, first_anchor_B = rows_B[drafting_B], table_BP[drafting_B], first_anchor_B[drafting_B]
             accepted = Accepted(*(each[drafting_B] for each in accepted))
             num_kept = int(accepted.num_accepted_B.max()) + 1
+            if self.adapts_depth:
+                deeper = max(num_kept - 1 + DEEPER, self._depth - 1, FIRST_DEPTH)
+                self._depth = min(deeper, self.num_draft_tokens)
             aux_NA = aux_NA[accepted.place_BD[:, :num_kept].flatten()]
             place_BD = torch.arange(len(aux_NA)).view(-1, num_kept)
             accepted = accepted._replace(known_BD1=accepted.known_BD1[:, : num_kept + 1], place_BD=place_BD)
@@ -129,7 +139,8 @@ class Drafting:
         draft: Draft = self._run_choose(self._run_layers(batch), batch.last_B, self.num_depths)
         drafts = [draft]
         one_B = torch.ones_like(last_anchor_B)
-        for depth in range(self.num_depths, self.num_draft_tokens):
+        num_passes = 0 if self.drafter.config.parallel else self.num_draft_tokens
+        for depth in range(self.num_depths, num_passes):
             # EAGLE-3: the drafter's own token and state take the place of the target's.
             tokens_B2 = draft.tokens_BKW[..., 0].expand(-1, 2)
             batch = self._run_decode_slots(table_BP, last_anchor_B + depth, one_B, tokens_B2, draft.state_BKD)

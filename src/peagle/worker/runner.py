@@ -421,7 +421,8 @@ class Runner:
         drafting = None
         if self.drafter is not None:
             memory, needs_confidence = self.kv_cache.drafter_memory, config.verify_tokens != 0
-            drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence)
+            adapts_depth = self.device.type == "cpu" and config.verify_tokens is None
+            drafting = Drafting(self.drafter, self.state, memory, max_position, compile, needs_confidence, adapts_depth)
         shared = (self.state, self.kv_cache.target_memory, max_position, compile)
         self.prefill = Prefill(self.paged_target, drafting, *shared)
         assumed = config.assumed_acceptance if drafting is not None else ()
