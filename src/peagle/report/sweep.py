@@ -124,7 +124,7 @@ def _latency(cells: Sequence[Cell]) -> Section:
         *chart("Time to first token, median", curves(cells, _concurrency, partial(_ttft, which="p50")), USERS, "ms"),
         *chart("Time per output token, median", curves(cells, _concurrency, _tpot), USERS, "ms"),
         *chart("Time per output token, 95th percentile", curves(cells, _concurrency, slow), USERS, "ms"),
-        *_spread("First token", "ttft_ms", cells),
+        *_spread("Time to first token", "ttft_ms", cells),
         *_spread("Time per output token", "time_per_output_token_ms", cells),
     ]
     rows = [
@@ -152,8 +152,8 @@ def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
         f"{name}: " + ", ".join(f"{each} {found[each]:.4g}" for each in ("p5", "p25", "p50", "p75", "p99"))
         for name, found in groups.items()
     )
-    title = f"{what} at concurrency {most}: percentiles 5 to 99"
-    return [Chart(title, f"Milliseconds. {words}.", partial(spreads, groups=groups, x_label="ms; bar: middle half"))]
+    draw = partial(spreads, groups=groups, x_label="ms; line: percentiles 5 to 99, bar: 25 to 75")
+    return [Chart(f"{what}, spread at concurrency {most}", f"Milliseconds. {words}.", draw)]
 
 
 def _ttft(cell: Cell, which: str) -> float | None:
@@ -214,16 +214,18 @@ def _step(cells: Sequence[Cell]) -> Section:
     )
     draw = partial(bars, groups=groups, parts=list(parts), x_label="ms")
     charts = [Chart("One step, by method and concurrency", f"{words}.", draw)] if groups else []
-    heads = ("method", "concurrency", "step", "device", "verify", "draft", "host gap")
+    names = {"wall": "step", "device": "device", "verify": "verify", "draft": "draft", "host_gap": "host gap"}
+    timed = [cell for cell in cells if cell["step"]]
+    known = [name for name in names if any(cell["step"].get(f"{name}_ms") is not None for cell in timed)]
     rows = [
         (
             cell["label"],
             number(cell["concurrency"]),
-            *(number(cell["step"].get(f"{name}_ms"), 3) for name in ("wall", "device", "verify", "draft", "host_gap")),
+            *(number(cell["step"].get(f"{name}_ms"), 3) for name in known),
         )
-        for cell in cells
-        if cell["step"]
+        for cell in timed
     ]
+    heads = ("method", "concurrency", *(names[name] for name in known))
     tables = [Table("Milliseconds per step at full batch, without prefill", heads, rows)] if rows else []
     return Section("Where a step's time goes", (), charts, tables)
 

@@ -21,10 +21,10 @@ def tuned_section(document: Mapping[str, Any]) -> Section:
         )
         for row in tuned["by_concurrency"]
     ]
-    heads = ("concurrency", "output tokens/s", "plain", "fastest measured", "ms per token median", "p99")
+    heads = ("concurrency", "tokens/s", "plain", "fastest", "ms per token", "p99")
     table = Table(
-        f"Expected of the recommended setting, {tuned['label']}",
-        (*heads, "TTFT ms median", "p99", "acceptance length"),
+        f"Expected of {tuned['label']}: output tokens/s, medians and 99th percentiles, acceptance length",
+        (*heads, "TTFT ms", "p99", "acceptance"),
         rows,
     )
     return Section("Recommendation", [f"{said[:1].upper()}{said[1:]}."], (), [table])
