@@ -26,6 +26,8 @@ def test_the_command_can_be_given_again(monkeypatch):
     argv = ["/some/where/peagle", "generate", "two words", "it's"]
     monkeypatch.setattr(sys, "argv", argv)
     assert shlex.split(provenance()["command"]) == ["peagle", *argv[1:]]
+    monkeypatch.setattr(sys, "argv", ["/some/where/peagle/__main__.py", *argv[1:]])
+    assert shlex.split(provenance()["command"]) == ["peagle", *argv[1:]], "as with python -m peagle"
 
 
 def test_a_package_that_is_absent_has_no_version():

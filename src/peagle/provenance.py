@@ -15,8 +15,9 @@ PACKAGES = ("peagle", "torch", "transformers", "safetensors", "numpy")
 
 def provenance(accelerator: str | None = None) -> dict[str, Any]:
     """A JSON-ready record of this process. `accelerator` names the GPU, if any."""
+    program = Path(sys.argv[0]).name
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["peagle" if program == "__main__.py" else program, *sys.argv[1:]]),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "python": platform.python_version(),

@@ -9,6 +9,8 @@ from peagle.building import shape
 from peagle.building.config import STAGES
 from peagle.building.plan import Effort
 
+OUTCOME = {"acceptance_length": 1.5, "num_steps": 3, "workload": "own", "passed": True, "num_answer_tokens": 500}
+OUTCOME |= {"lossless": True, "verdict": "it pays", "num_rows": 9}
 LATER, KILLED = STAGES[1:], ("data", "train")
 
 
@@ -112,6 +114,33 @@ def built(build, tmp_path, monkeypatch):
     return called
 
 
+@pytest.fixture
+def commands(built, monkeypatch):
+    """The command of each stage that was run, by its first word; nothing is run."""
+    found = {}
+
+    def call(words):
+        found[words[0]] = words
+        return 0, "" if words[0] in ("train", "report") else "{}"
+
+    monkeypatch.setattr(building, "outcome_of_stage", lambda *_: OUTCOME)
+    monkeypatch.setattr("peagle.cli.build.call", call)
+    return found
+
+
+def test_with_a_price_the_comparison_has_the_cost_of_the_builds_own_training(build, commands, state):
+    assert build("--to-stage", "bench", "--price-per-hour", "2").status == 0
+    words = commands["bench"]
+    spent = sum(state()[stage]["seconds"] for stage in ("data", "train")) / 3600
+    assert float(words[words.index("--training-hours") + 1]) == pytest.approx(max(spent, 0.001), abs=1e-3)
+    assert words[words.index("--price-per-hour") + 1] == "2.0"
+
+
+def test_without_a_price_the_comparison_has_no_cost(build, commands):
+    assert build("--to-stage", "bench").status == 0
+    assert "--training-hours" not in commands["bench"]
+
+
 def test_changed_settings_are_refused_with_the_difference_and_the_command_that_helps(build, built):
     result = build("--to-stage", "data", budget="20m")
     assert result.status == 2 and "budget was '10m', is '20m'. This stage would be stale: data" in result.err
@@ -133,8 +162,7 @@ def test_a_stage_that_fails_says_what_to_change_and_is_run_again(build, built, s
     gate = {"passed": False, "not_checked": [], "first_difference": {"name": "logits", "found": "3 differ"}}
     answers = {"train": (0, ""), "doctor": (1, json.dumps({"gate": gate}))}
     monkeypatch.setattr("peagle.cli.build.call", lambda words: answers.get(words[0], (0, "{}")))
-    outcome = {"acceptance_length": 1.5, "num_steps": 3, "workload": "own", "passed": True}
-    monkeypatch.setattr(building, "outcome_of_stage", lambda *_: outcome)
+    monkeypatch.setattr(building, "outcome_of_stage", lambda *_: OUTCOME)
     result = build("--to-stage", "gate")
     assert result.status == 2 and "error: the stage gate failed: logits: 3 differ" in result.err
     assert "train again with --from-stage train" in result.err and "it resumes at gate" in result.err

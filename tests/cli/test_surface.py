@@ -54,7 +54,7 @@ FLAGS = {
     "tune": (
         "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
         "--num-draft-tokens --eagle3-drafter --num-requests --max-tokens --temperature --seed --output --json "
-        f"{TARGET} {DRAFTER}"
+        f"--report --price-per-hour --instance --training-hours {TARGET} {DRAFTER}"
     ),
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (

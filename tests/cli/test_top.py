@@ -102,6 +102,17 @@ def test_drift_is_told_as_the_server_judges_it():
     assert "no drafts yet" in shown(waiting)
 
 
+def test_whether_the_server_drafts_is_shown_with_what_it_expects_of_it():
+    lines = "peagle:drafting_pays {}\npeagle:drafting_gain {}\npeagle:draft_pauses_total {}"
+    off = watch_of(moment(0, more=lines.format(0, 0.8123, 2))).report()
+    assert off["drafting"] == {"pays": False, "gain": 0.8123, "num_pauses": 2}
+    text = shown(off)
+    assert "drafting: OFF, it does not pay; 0.81 times plain decoding expected; stopped 2 times" in text
+    on = shown(watch_of(moment(0, more=lines.format(1, 1.5, 0))).report())
+    assert "drafting: pays; 1.50 times" in on and "stopped" not in on
+    assert watch_of(moment(0)).report()["drafting"] is None, "vLLM does not choose"
+
+
 def test_view_shows_what_there_is_and_dashes_for_the_rest():
     text = shown(watch_of(moment(0, 100, 10, 10), moment(4, 300, 40, 30)).report(), speeds=[0.0, 50.0])
     for word in ("m at http://h", "running", "3", "25.0%", "50.0", "acceptance length 2.50", "TTFT ms", "1 preempted"):

@@ -1,10 +1,12 @@
 """`peagle tune`: a measured load becomes a recommendation and a file that `serve` and `deploy` read."""
 
 import json
+import re
 
 import pytest
 
 from peagle.config import from_toml
+from peagle.cost import dollars
 from peagle.report.build import report_of
 from peagle.report.markdown import markdown_of
 from peagle.tuning.recommend import recommend
@@ -41,6 +43,35 @@ def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
     assert "Recommended: " in text and "With drafts, target decodes" in text, "`peagle report` takes it, too"
     words = with_settings(["--settings", str(settings)], "serve")
     assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
+
+
+def test_a_price_adds_the_cost_of_every_setting_and_of_the_recommended_one(peagle, on_models, prompts, tmp_path):
+    report, words = tmp_path / "tuned.md", ("tune", "--prompts", prompts, *SMALL, *on_models)
+    result = peagle(*words, "--price-per-hour", 0.36, "--training-hours", 0.5, "--report", report)
+    assert result.status == 0, result.err
+    assert "price: $0.36 per hour (given with --price-per-hour, 20" in result.out
+    found = re.search(r"Expect ([\d,.]+) tokens/s at concurrency ([\d.]+):", result.out)
+    usd = dollars(0.36 / 3600 / float(found[1].replace(",", "")) * 1e6)
+    said = re.search(rf"recommended setting at concurrency {found[2]}: (\S+) per million output tokens", result.out)
+    assert float(said[1][1:]) == pytest.approx(float(usd[1:]), rel=0.01)
+    assert "concurrency 2: $" in result.out and "training took 0.5 hours and cost $0.180" in result.out
+    text = report.read_text()
+    assert "## Recommendation\n" in text and "## Cost\n" in text and text.count("Recommended: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--price-per-hour", 0), "--price-per-hour must be above 0, got 0"),
+        (("--price-per-hour", -2), "--price-per-hour must be above 0, got -2"),
+        (("--instance", "ml.p9.huge"), "no price of the instance 'ml.p9.huge' is known"),
+        (("--training-hours", 1), "--training-hours needs a price"),
+        (("--report", "a.pdf"), "the name must end in .html, .md"),
+    ],
+)
+def test_a_cost_without_a_price_is_refused_before_anything_is_loaded(peagle, prompts, options, message):
+    result = peagle("tune", "--prompts", prompts, *options)
+    assert result.status == 2 and message in result.err, result.err
 
 
 def test_the_tables_end_with_the_recommendation(peagle, on_models, prompts, tmp_path):

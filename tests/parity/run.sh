@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compare peagle with other implementations: transformers' decoding, speculators' training model and vLLM's engine; and
 # try it with the clients that users have: LiteLLM, LangChain, Instructor, the OpenAI Agents SDK, DSPy, the llm command,
-# GuideLLM, lm-eval, `vllm bench serve`. All but transformers run in environments of their own.
+# GuideLLM, AIPerf, lm-eval, `vllm bench serve`. All but transformers run in environments of their own.
 #
 #   bash tests/parity/run.sh [--target DIR] [--drafter DIR]
 #   bash tests/parity/run.sh --environments     # create the environments, compare nothing
@@ -23,7 +23,7 @@ TORCH_PIN=2.13.0
 TRANSFORMERS_PIN=5.19.0
 VLLM_PIN=0.32.0
 SPECULATORS_PIN=0.9.0
-EVALUATORS_PINS="guidellm==0.8.1 lm-eval[api]==0.4.13"
+EVALUATORS_PINS="guidellm==0.8.1 lm-eval[api]==0.4.13 aiperf==0.13.0"
 # openai-agents 0.20 is the last that accepts openai 2.
 CLIENTS_PINS="litellm==1.106.2 llm==0.32.1 langchain-openai==1.7.3 openai==2.54.0 mcp==2.3.0 instructor==1.17.0 \
 openai-agents==0.20.0 dspy==3.4.1"

@@ -1,8 +1,8 @@
 """Clients as their users install them, against `peagle serve` in a process of its own.
 
 LiteLLM, LangChain, Instructor, the OpenAI Agents SDK, DSPy, the `llm` command and an older openai SDK come from the
-environment of PEAGLE_CLIENTS_PYTHON, GuideLLM and lm-eval from that of PEAGLE_EVALUATORS_PYTHON, `vllm bench serve`
-from that of PEAGLE_VLLM_PYTHON; `make parity` makes them and runs this.
+environment of PEAGLE_CLIENTS_PYTHON, GuideLLM, AIPerf and lm-eval from that of PEAGLE_EVALUATORS_PYTHON, `vllm bench
+serve` from that of PEAGLE_VLLM_PYTHON; `make parity` makes them and runs this.
 """
 
 import json
@@ -222,6 +222,33 @@ def test_guidellm_counts_what_the_server_counts(fresh: Process, models: Path, tm
     steps = sum(each["response_metrics"]["speculative_decoding"]["num_spec_steps"] for each in requests)
     name = "vllm:spec_decode_num_drafts_total"
     assert steps == after[name] - before[name] > 0
+
+
+def test_aiperf_shows_the_acceptance_that_the_server_counts(fresh: Process, models: Path, tmp_path: Path) -> None:
+    before = counters(fresh.url)
+    said = talk(
+        interpreter("PEAGLE_EVALUATORS_PYTHON").with_name("aiperf"),
+        *("profile", "--model", "tiny", "--url", fresh.url, "--endpoint-type", "chat", "--streaming"),
+        *("--tokenizer", models / "target", "--isl", 24, "--osl", 16, "--extra-inputs", "temperature:0"),
+        *("--extra-inputs", "ignore_eos:true", "--concurrency", 2, "--request-count", 8, "--workers-max", 1),
+        *("--record-processor-service-count", 1, "--ui", "none", "--no-gpu-telemetry"),
+        *("--output-artifact-dir", tmp_path),
+        HF_HOME=str(tmp_path),
+        HF_HUB_OFFLINE="",  # else AIPerf 0.13 takes a directory for a name on the Hub
+    )
+    after = counters(fresh.url)
+    found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert found["request_count"]["avg"] == 8 and found["output_sequence_length"]["avg"] > 0
+    assert found["time_to_first_token"]["avg"] > 0 and found["inter_token_latency"]["avg"] > 0
+    records = [json.loads(line)["metrics"] for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
+    assert [each["usage_completion_tokens"]["value"] for each in records] == [16] * 8
+    drafts, accepted = (
+        after[name] - before[name]
+        for name in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+    )
+    assert sum(each["spec_decode_steps"]["value"] for each in records) == drafts > 0
+    assert found["spec_decode_token_weighted_acceptance_length"]["avg"] == pytest.approx(1 + accepted / drafts)
+    assert "Spec Decode" in said and "Acceptance Length" in said
 
 
 def test_the_llm_command_streams_answers_and_keeps_to_a_schema(served: Process, expected: str, tmp_path: Path) -> None:

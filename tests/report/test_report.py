@@ -251,6 +251,45 @@ def test_categories_of_a_sweep_and_of_a_load_have_a_table_and_a_chart():
         assert "3.50" in html_of(replace(report, sections=[replace(report.sections[0], charts=[drawn])]))
 
 
+def test_latencies_are_shown_as_they_are_spread_at_the_highest_load():
+    def spreads_of(document):
+        charts = (each for part in report_of([document]).sections for each in part.charts)
+        return {each.title: each for each in charts if "spread" in each.title}
+
+    found = spreads_of(sweep())
+    first = found["Time to first token, spread at concurrency 8"]
+    assert "plain: p5 11.5, p25 17.5, p50 25, p75 32.5, p99 39.7; p-eagle K=4: " in first.description
+    assert "Time per output token, spread at concurrency 8" in found
+    report = report_of([sweep()])
+    page = Page(html_of(replace(report, sections=[replace(report.sections[0], charts=[first])])))
+    assert "ms; line: percentiles 5 to 99, bar: 25 to 75" in page.texts
+    old = sweep()
+    for cell in old["cells"]:
+        for name in ("ttft_ms", "time_per_output_token_ms"):
+            cell[name] = {key: value for key, value in cell[name].items() if key not in ("p5", "p25", "p75")}
+    assert spreads_of(old) == {}, "results of earlier versions"
+
+
+def test_on_a_cpu_a_step_has_no_empty_columns():
+    document = sweep()
+    for cell in document["cells"]:
+        cell["step"] |= dict.fromkeys(("device_ms", "verify_ms", "draft_ms", "host_gap_ms"))
+    text = markdown_of(report_of([document]))
+    assert "| method | concurrency | step |\n" in text and "| p-eagle K=4 | 1 | 4.000 |\n" in text
+
+
+def test_a_recommendation_stands_first_with_what_to_expect_of_it():
+    document = sweep()
+    figures = {"output_tokens_per_second": 900.0, "tpot_p50_ms": 8.9, "tpot_p99_ms": 12.0, "ttft_p50_ms": 25.0}
+    figures |= {"ttft_p99_ms": 40.0, "acceptance_length": 3.0, "plain_tokens_per_second": 600.0, "concurrency": 8}
+    row = figures | {"fastest": "p-eagle K=4", "fastest_tokens_per_second": 900.0}
+    document |= {"tuned": {"label": "p-eagle K=4", "by_concurrency": [row]}, "verdict": "recommended: p-eagle K=4"}
+    text = markdown_of(report_of([document]))
+    assert text.index("## Recommendation") < text.index("## Throughput") and text.count("ecommended: p-eagle K=4.") == 1
+    assert "## How to reproduce: tune" in text
+    assert "| 8 | 900.0 | 600.0 | p-eagle K=4: 900.0 | 8.90 | 12.00 | 25.0 | 40.0 | 3.00 |" in text
+
+
 def test_a_proof_beside_a_sweep_takes_the_second_sentence():
     summary = report_of([sweep(), proof()]).summary
     assert "Decoding with drafts is lossless: 2 of 2 comparisons with the target's own answers hold." in summary

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.scheduling.draft_budget import (
+    HOLD_SECONDS,
     INDEPENDENT,
     PROBE_EVERY,
     PROBE_STEPS,
@@ -139,3 +140,67 @@ def test_known_drafts_get_more_of_a_pass_where_they_are_likely_and_less_where_th
 def test_before_any_observation_known_drafts_decide() -> None:
     budget = DraftBudget({1: {1: 1.0, 2: 1.1, 4: 9.0}}.__getitem__)
     assert budget.choose(1, 1, 1, drafts=DraftCurve((1, 3), (0.9, 2.0))).num_tokens == 2
+
+
+def serve(budget: DraftBudget, curve: DraftCurve, num_requests: int, num_steps: int = 50) -> list[int]:
+    """Answer requests one after another, as the runner does: one whose drafts do not pay is paused to its end.
+
+    Returns the steps of each request that verified drafts.
+    """
+    drafted = []
+    for _ in range(num_requests):
+        drafted.append(0)
+        while drafted[-1] < num_steps and (choice := budget.choose(1, 1, 1)).num_tokens > 1:
+            budget.observe_accepted(round(choice.num_expected or 0), choice)
+            budget.observe(curve, num_requests=1)
+            drafted[-1] += 1
+    return drafted
+
+
+def clock_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("peagle.scheduling.draft_budget.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_drafting_stops_with_the_traffic_and_is_back_when_it_pays(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = clock_of(monkeypatch)
+    caplog.set_level("INFO")
+    budget = DraftBudget({1: DEAR}.__getitem__)
+    assert serve(budget, LIKELY, 20) == [50] * 20 and budget.pays and budget.gain > 1 and not caplog.records
+    serve(budget, UNLIKELY, 2000)
+    assert not budget.pays and budget.gain < 1 and budget.num_pauses == 1
+    said = caplog.records[-1]
+    assert said.levelname == "WARNING" and said.message.startswith("drafting does not pay at batch size 1 (")
+    assert "tokens/s expected, 1.0 without drafts; drafts are accepted " in said.message
+    now[0] = HOLD_SECONDS
+    back = serve(budget, LIKELY, 4 * PROBE_EVERY)
+    assert budget.pays and budget.gain > 1 and back[-1] == 50, "every step of the last request"
+    assert caplog.records[-1].message.startswith("drafting pays again at batch size 1 (") and len(caplog.records) == 2
+
+
+def test_a_verdict_that_changes_with_every_step_is_told_at_most_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is slow at batch size 2 only, where drafts are free."""
+    now = clock_of(monkeypatch)
+    caplog.set_level("INFO")
+    budget = DraftBudget({1: DEAR, 2: DEAR}.__getitem__)
+    for _ in range(WARM_UP):
+        budget.observe(UNLIKELY, num_requests=1)
+    budget.observe_host(3.0, batch=2)
+    for step in range(310):
+        now[0] = 0.1 * step
+        budget.choose(1 + step % 2, 1, 1)
+    said = [record.message.split(" at ")[0] for record in caplog.records]
+    assert said == ["drafting does not pay", "drafting pays again"] * 2 and budget.num_pauses == 2
+
+
+def test_another_drafter_begins_without_a_verdict() -> None:
+    budget = observed(DEAR, UNLIKELY)
+    budget.choose(1, 1, 1)
+    assert not budget.pays
+    budget.reset()
+    assert budget.pays and budget.gain is None and budget.num_pauses == 1, "a counter does not fall"

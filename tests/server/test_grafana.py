@@ -40,7 +40,7 @@ def llm_that_exports_everything() -> LLM:
         config.aux_layer_ids,
         acceptance={"prompts": {"per_position": [0.5] * NUM_DRAFT_TOKENS}},
     )
-    return LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=2, max_length=256, page_size=16, verify_tokens=0)
+    return LLM(target, drafter, NUM_DRAFT_TOKENS, max_batch=2, max_length=256, page_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,13 @@ def scraped() -> Scrape:
         return Scrape.parse(served.http.get("/metrics").text)
 
 
+def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """All panels, also those in collapsed rows."""
+    return [each for panel in dashboard["panels"] for each in (panel, *panel.get("panels", ()))]
+
+
 def expressions(dashboard: dict[str, Any]) -> list[str]:
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    found = [target["expr"] for panel in panels_of(dashboard) for target in panel.get("targets", ())]
     return found + [each["definition"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
 
 
@@ -80,6 +85,8 @@ def test_what_the_issue_is_about_is_drawn(dashboard):
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
         "peagle:acceptance_drift",
         "peagle:acceptance_length_baseline",
+        "peagle:drafting_pays",
+        "peagle:drafting_gain",
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:request_time_per_output_token_seconds_bucket",
         "vllm:num_requests_waiting",
@@ -90,7 +97,7 @@ def test_what_the_issue_is_about_is_drawn(dashboard):
 
 
 def test_panels_have_ids_of_their_own_and_lie_beside_each_other(dashboard):
-    panels = dashboard["panels"]
+    panels = panels_of(dashboard)
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
         place = panel["gridPos"]
@@ -99,6 +106,16 @@ def test_panels_have_ids_of_their_own_and_lie_beside_each_other(dashboard):
         ]
     for one, other in itertools.combinations(panels, 2):
         assert not overlap(one["gridPos"], other["gridPos"]), f"{one['title']} lies on {other['title']}"
+
+
+def test_the_panel_of_deep_drafts_is_shown_where_it_is_asked_for(dashboard):
+    """Grafana has no panel that depends on a metric; a collapsed row asks for nothing until it is opened."""
+    deep = [
+        panel for panel in panels_of(dashboard) if any("deep" in target["expr"] for target in panel.get("targets", ()))
+    ]
+    (row,) = (panel for panel in dashboard["panels"] if panel["type"] == "row" and panel["collapsed"])
+    assert row["panels"] == deep and "more than 20" in row["title"]
+    assert row["gridPos"]["y"] == max(panel["gridPos"]["y"] for panel in dashboard["panels"]), "below everything else"
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
@@ -116,7 +133,7 @@ def test_overlap_is_seen():
 def test_every_query_asks_the_data_source_that_the_reader_chose(dashboard):
     kinds = {each["name"]: each["type"] for each in dashboard["templating"]["list"]}
     assert kinds == {"datasource": "datasource", "model": "query", "instance": "query"}
-    for panel in dashboard["panels"]:
+    for panel in panels_of(dashboard):
         if panel["type"] == "row":
             continue
         assert panel["description"] and panel["datasource"]["uid"] == "${datasource}", panel["title"]

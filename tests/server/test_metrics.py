@@ -6,6 +6,7 @@ import re
 import pytest
 
 from peagle.checkpoint.card import Baseline, baseline_of
+from peagle.engine.outputs import EngineStats
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.server.jobs import Job
 from peagle.server.metrics import DRIFT_SHARE, MIN_WINDOW_DRAFTS, ServerMetrics, deep_acceptance
@@ -203,6 +204,20 @@ def test_baseline_is_what_the_card_says_for_this_number_of_draft_tokens():
 def test_deep_acceptance_is_of_tokens_whose_predecessor_was_accepted():
     assert deep_acceptance([10] * 20 + [5]) == 0.5
     assert deep_acceptance([10] * 19 + [0, 0]) == 0.0
+
+
+def test_a_server_that_stopped_drafting_says_so_with_the_gain_that_it_expects():
+    metrics = ServerMetrics("m", 2)
+    metrics.stats = EngineStats(drafting_pays=False, drafting_gain=0.8, num_draft_pauses=3)
+    values = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if line.startswith("peagle:dra"))
+    labels = '{engine="0",model_name="m"}'
+    assert values == {
+        f"peagle:drafting_pays{labels}": "0.0",
+        f"peagle:draft_pauses_total{labels}": "3.0",
+        f"peagle:drafting_gain{labels}": "0.8",
+    }
+    metrics.stats = EngineStats()
+    assert b"peagle:draft" not in metrics.text(), "a fixed number of drafts is not judged"
 
 
 def test_the_drift_alarm_is_logged_once_and_names_its_baseline(caplog):

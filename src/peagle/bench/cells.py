@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
 PLAIN = "none"
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+"""of latencies"""
 NUM_SAMPLES = 2
 """Answers used to measure the target's rounding error."""
 
@@ -61,7 +63,7 @@ def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
     known = [1e3 * value for value in seconds if value is not None]
     if not known:
         return None
-    figures = {"mean": sum(known) / len(known)} | {f"p{share}": percentile(known, share) for share in (50, 95, 99)}
+    figures = {"mean": sum(known) / len(known)} | {f"p{share}": percentile(known, share) for share in PERCENTILES}
     return {name: round(value, 4) for name, value in figures.items()}
 
 

@@ -25,6 +25,8 @@ def view(
     parts: list[RenderableType] = [_now(report, speeds), _latencies(recent, total), _acceptance(recent, total)]
     if report["drift"] is not None:
         parts.append(_drift(report["drift"]))
+    if report["drafting"] is not None:
+        parts.append(_drafting(report["drafting"]))
     if trouble:
         parts.append(Text(trouble, style="bold red"))
     return Panel(Group(*parts), title=title, title_align="left", width=width)
@@ -95,6 +97,14 @@ def _drift(drift: dict[str, Any]) -> Text:
     elif drift["share"] < DRIFT_SHARE:
         verdict = "too few drafts for an alarm"
     return text.append(f" over {drift['num_drafts']:,} drafts; {verdict}")
+
+
+def _drafting(found: dict[str, Any]) -> Text:
+    text = Text("drafting: ", style="dim")
+    text.append("pays", "bold green") if found["pays"] else text.append("OFF, it does not pay", "bold red")
+    gain = "" if found["gain"] is None else f"; {found['gain']:.2f} times plain decoding expected"
+    times = f"; stopped {found['num_pauses']} times" if found["num_pauses"] else ""
+    return text.append(f"{gain}{times}")
 
 
 def _dim(text: str) -> Text:

@@ -60,6 +60,7 @@ class Watch:
             "recent": between(self.scrapes[0], newest) if len(self.scrapes) > 1 else None,
             "since_start": between(Scrape(), newest),
             "drift": drift(newest),
+            "drafting": drafting(newest),
         }
 
 
@@ -120,6 +121,18 @@ def drift(scrape: Scrape) -> dict[str, Any] | None:
         "share": rounded(length, 4, 1 / baseline),
         "num_drafts": int(scrape.largest("peagle:acceptance_window_drafts") or 0),
         "has_drifted": bool(alarm) if alarm is not None else bool(length and length < DRIFT_SHARE * baseline),
+    }
+
+
+def drafting(scrape: Scrape) -> dict[str, Any] | None:
+    """Whether the server drafts, by its own judgment of what drafts cost and bring; None if it does not choose."""
+    pays = scrape.largest("peagle:drafting_pays")
+    if pays is None:
+        return None
+    return {
+        "pays": bool(pays),
+        "gain": rounded(scrape.largest("peagle:drafting_gain"), 4),
+        "num_pauses": int(scrape.total("peagle:draft_pauses_total") or 0),
     }
 
 

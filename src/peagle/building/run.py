@@ -168,6 +168,9 @@ class Build:
             spent, planned = 0.0 if begun is None else begun.seconds, plan.num_tokens / measured.answers_per_second
             least = max(planned / 2, row_seconds(measured))  # what was begun before an interruption is lost
             return with_option(command, "--seconds", math.ceil(max(least, planned - spent)))
+        if stage == "bench" and self.cost:
+            seconds = sum(self.state.stages[each].seconds for each in ("data", "train"))
+            return with_option(command, "--training-hours", max(0.001, round(seconds / 3600, 3)))
         return command
 
     def _settled(self, measured: Measured, plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""Write a report from the JSON of `peagle bench`, `bench serve`, `lossless` and `eval`: one HTML or Markdown file.
+"""Write a report, HTML or Markdown, from the JSON of `peagle bench`, `bench serve`, `tune`, `lossless` and `eval`.
 
 The HTML file has its styles and charts inside and needs no network. Several results make one report.
 """

@@ -15,6 +15,8 @@ from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
 from peagle.console.arguments import ModelArguments, Names, Numbers, NumbersOrAuto, WorkloadArguments, parse
 from peagle.errors import ConfigError
+from peagle.report.build import write_report
+from peagle.tuning.price import MachinePrice, priced
 from peagle.tuning.recommend import recommend
 from peagle.tuning.recording import Recording, read_recording
 from peagle.tuning.settings import settings_of, text_of
@@ -41,7 +43,10 @@ class Arguments(ModelArguments):
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
     """print one JSON document as the last line of stdout, instead of tables"""
+    report: Path | None = None
+    """write a report with charts into this file (.html or .md)"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
+    price: MachinePrice = field(default_factory=MachinePrice)
 
     def __post_init__(self) -> None:
         for flag, value in (("--request-rate", self.request_rate), ("--max-tpot", self.max_tpot)):
@@ -60,7 +65,7 @@ def main(argv: list[str]) -> int:
     options = {
         name: getattr(arguments, name) for name in vars(arguments) if name in bench.Arguments.__dataclass_fields__
     }
-    sweep = bench.checked(bench.Arguments(**options), has_prompts=recorded is not None)
+    sweep = bench.checked(bench.Arguments(**options, cost=arguments.price.cost), has_prompts=recorded is not None)
     results: list[CellResult] = []
     facts, interrupt = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
     document = document_of(results, **facts, is_interrupted=interrupt is not None)
@@ -74,16 +79,19 @@ def main(argv: list[str]) -> int:
             f"no setting could be measured: {results[0].failure}", hint="lower --concurrency or --max-tokens"
         )
     verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
-    document |= {"tuned": tuned, "verdict": verdict, "recommended": best}
+    document = sweep.cost.added_to(document | {"tuned": tuned, "verdict": verdict, "recommended": best})
     drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
-    settings = settings_of(tuned, sweep.target.target, _absolute(drafter))
+    settings = settings_of(tuned, sweep.target.target, drafter)
     if arguments.output is not None:
         arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
     said = [
         *lines_of(tuned),
+        *priced(document),
         *([] if arguments.output is None else [f"use it: peagle serve --settings {arguments.output}"]),
     ]
     print_document(document, arguments.json, sweep_tables(document)[0], table_of(tuned), verdict="\n".join(said))
+    if arguments.report is not None:
+        write_report([document], arguments.report)
     return 0
 
 
@@ -94,8 +102,3 @@ def with_recording(arguments: Arguments) -> tuple[Arguments, Recording | None]:
     found = read_recording(arguments.recording, arguments.workload.limit)
     workload = replace(arguments.workload, max_tokens=found.max_tokens, temperature=found.temperature)
     return replace(arguments, workload=workload, request_rate=arguments.request_rate or found.request_rate), found
-
-
-def _absolute(drafter: str | None) -> str | None:
-    """A directory by its full path: the settings may be read elsewhere."""
-    return str(Path(drafter).expanduser().absolute()) if drafter and Path(drafter).expanduser().is_dir() else drafter

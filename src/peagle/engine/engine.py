@@ -448,7 +448,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        pages = self.scheduler.pages
+        pages, budget = self.scheduler.pages, self.runner.budget
         return replace(
             self._stats,
             accepted_per_position=per_position(self._num_drafts_by_accepted),
@@ -456,4 +456,7 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_pages=pages.capacity,
             num_pages_used=pages.num_used,
+            drafting_pays=None if budget is None else budget.pays,
+            drafting_gain=None if budget is None else budget.gain,
+            num_draft_pauses=0 if budget is None else budget.num_pauses,
         )

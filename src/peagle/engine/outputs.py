@@ -148,6 +148,13 @@ class EngineStats:
     num_running: int = 0
     num_pages: int = 0
     num_pages_used: int = 0
+    drafting_pays: bool | None = None
+    """whether the engine drafts, or decodes without drafts because they cost more than they bring; None if it does not
+    choose"""
+    drafting_gain: float | None = None
+    """expected tokens per second with drafts, as a multiple of those without; None until it was estimated"""
+    num_draft_pauses: int = 0
+    """how often drafting stopped paying"""
 
     @property
     def acceptance(self) -> Acceptance:

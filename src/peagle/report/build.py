@@ -1,4 +1,4 @@
-"""A report from the JSON documents of `peagle bench`, `bench serve`, `lossless` and `eval`."""
+"""A report from the JSON documents of `peagle bench`, `bench serve`, `tune`, `lossless` and `eval`."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from peagle.report.sweep import acceptance_section, sweep_sections, sweep_summar
 
 SUFFIXES = (".html", ".md")
 KINDS = {"cells": "bench", "results": "bench serve", "lossless": "lossless", "per_position": "eval"}
-"""The key by which a document is known, and the command that writes it."""
+"""The key by which a document is known, and the command that writes it. `tune` writes what `bench` does, and more."""
 Document = Mapping[str, Any]
 
 
@@ -199,4 +199,5 @@ def _provenance(document: Document) -> Section:
     }
     rows = [(name, str(value)) for name, value in facts.items() if value]
     table = Table("What was measured, and where", ("fact", "value"), rows, num_left=2)
-    return Section(f"How to reproduce: {kind_of(document)}", (), (), [table], code=source["command"])
+    kind = "tune" if document.get("tuned") else kind_of(document)
+    return Section(f"How to reproduce: {kind}", (), (), [table], code=source["command"])

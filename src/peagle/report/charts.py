@@ -20,6 +20,8 @@ SERIES = ("#101010", "#0a66b0", "#b04a00", "#0b7a53", "#8a3d8f", "#7a6100", "#a3
 VARIABLES = {INK: "currentColor", PAPER: "var(--paper)", GRID: "var(--grid)"} | {
     color: f"var(--series-{index})" for index, color in enumerate(SERIES)
 }
+LEGEND_WIDTH = 36
+"""characters of four names that stand in a line"""
 Points = Sequence[tuple[float, float]]
 XAxis = Literal["doubling", "whole", "values"]
 
@@ -83,7 +85,7 @@ def lines(
         axes.set_xticks(named, labels=[f"{place:,.{decimals(named)}f}" for place in named])
     value_axis(axes, [point[1] for points in curves.values() for point in points], y_label)
     if len(curves) > 1:
-        _legend(axes, 3)
+        _legend(axes, 4 if len(curves) == 4 and sum(map(len, curves)) <= LEGEND_WIDTH else 3)
     return labels
 
 
@@ -105,7 +107,14 @@ def bars(axes: "Axes", groups: Mapping[str, Mapping[str, float]], parts: Sequenc
     start = dict.fromkeys(groups, 0.0)
     for index, part in enumerate(parts, start=1):
         lengths = {name: own.get(part, 0.0) for name, own in groups.items()}
-        axes.barh(list(groups), list(lengths.values()), 0.6, left=list(start.values()), color=SERIES[index], label=part)
+        axes.barh(
+            list(groups),
+            list(lengths.values()),
+            min(0.6, 0.15 * len(groups)),
+            left=list(start.values()),
+            color=SERIES[index],
+            label=part,
+        )
         start = {name: start[name] + length for name, length in lengths.items()}
     axes.invert_yaxis()
     axes.set_xlabel(x_label)
@@ -113,6 +122,22 @@ def bars(axes: "Axes", groups: Mapping[str, Mapping[str, float]], parts: Sequenc
     axes.set_axisbelow(True)
     if len(parts) > 1:
         _legend(axes, len(parts))
+    return []
+
+
+def spreads(axes: "Axes", groups: Mapping[str, Mapping[str, float]], x_label: str) -> list[Any]:
+    """One box per group: a line from the 5th to the 99th percentile, a bar over the middle half, the median marked."""
+    for row, (name, found) in enumerate(groups.items()):
+        color = SERIES[(row if "plain" in groups else row + 1) % len(SERIES)]
+        axes.plot([found["p5"], found["p99"]], [row, row], color=color, linewidth=1.4)
+        axes.barh(name, found["p75"] - found["p25"], 0.45, left=found["p25"], color=color)
+        axes.plot([found["p50"]] * 2, [row - 0.32, row + 0.32], color=color, linewidth=3)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel(x_label)
+    axes.grid(True, axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
     return []
 
 

@@ -25,7 +25,7 @@ def html_of(report: Report) -> str:
 </head>
 <body>
 <header>
-<h1>{escape(report.title)}</h1>
+<h1>{_title(report.title)}</h1>
 <p class="summary">{_prose(report.summary)}</p>
 </header>
 <main>
@@ -35,6 +35,11 @@ def html_of(report: Report) -> str:
 </body>
 </html>
 """
+
+
+def _title(text: str) -> str:
+    """A title that may break inside a path."""
+    return re.sub(r"([/+])", r"\1<wbr>", escape(text))
 
 
 def _prose(text: str) -> str:

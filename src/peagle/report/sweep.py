@@ -8,8 +8,9 @@ from peagle.bench.cells import PLAIN
 from peagle.bench.plot import hardware_of
 from peagle.bench.report import category_rows, number
 from peagle.cost import cost_lines, dollars
-from peagle.report.charts import Points, XAxis, bars, lines
+from peagle.report.charts import Points, XAxis, bars, lines, spreads
 from peagle.report.parts import Chart, Section, Table
+from peagle.report.tuned import tuned_section
 
 MAX_CURVES = 6
 """More curves than this cannot be told apart: of each method only its best number of draft tokens is drawn."""
@@ -69,7 +70,8 @@ def per_user(milliseconds: float | None) -> float | None:
 
 def sweep_sections(document: Document) -> list[Section]:
     cells = measured(document)
-    sections = [_speed(document, cells), _latency(cells), _acceptance(cells), _step(cells)]
+    tuned = [tuned_section(document)] if document.get("tuned") else []
+    sections = [*tuned, _speed(document, cells), _latency(cells), _acceptance(cells), _step(cells)]
     if document.get("cost"):
         sections.append(cost_section(document["cost"]))
     return [section for section in sections if section.charts or section.tables]
@@ -99,7 +101,8 @@ def _speed(document: Document, cells: Sequence[Cell]) -> Section:
     ]
     heads = ["method", "concurrency", "requests", "output tokens/s", "speedup", "tokens/s per user"]
     heads += ["acceptance length", "differ"]
-    text = [document["verdict"][:1].upper() + document["verdict"][1:] + "."] if document.get("verdict") else []
+    verdict = None if document.get("tuned") else document.get("verdict")
+    text = [verdict[:1].upper() + verdict[1:] + "."] if verdict else []
     caption = "Every measured setting; differ: answers that differ from plain decoding at the lowest concurrency"
     return Section("Throughput and speedup", text, charts, [Table(caption, heads, rows)])
 
@@ -121,18 +124,36 @@ def _latency(cells: Sequence[Cell]) -> Section:
         *chart("Time to first token, median", curves(cells, _concurrency, partial(_ttft, which="p50")), USERS, "ms"),
         *chart("Time per output token, median", curves(cells, _concurrency, _tpot), USERS, "ms"),
         *chart("Time per output token, 95th percentile", curves(cells, _concurrency, slow), USERS, "ms"),
+        *_spread("Time to first token", "ttft_ms", cells),
+        *_spread("Time per output token", "time_per_output_token_ms", cells),
     ]
     rows = [
         (
             cell["label"],
             number(cell["concurrency"]),
-            *(number(_ttft(cell, which), 1) for which in ("mean", "p50", "p95")),
-            *(number(_tpot(cell, which), 2) for which in ("mean", "p50", "p95")),
+            *(number(_ttft(cell, which), 1) for which in ("mean", "p50", "p95", "p99")),
+            *(number(_tpot(cell, which), 2) for which in ("mean", "p50", "p95", "p99")),
         )
         for cell in cells
     ]
-    heads = ("method", "concurrency", "TTFT mean", "median", "p95", "time per token mean", "median", "p95")
+    figures = ("mean", "median", "p95", "p99")
+    heads = ("method", "concurrency", "TTFT mean", *figures[1:], "time per token mean", *figures[1:])
     return Section("Latency", (), charts, [Table("Milliseconds, over the requests of each setting", heads, rows)])
+
+
+def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
+    """How a latency is spread over the requests at the highest load; older results lack the quartiles."""
+    most = max((cell["concurrency"] for cell in cells), default=0)
+    here = [cell for cell in cells if cell["concurrency"] == most and cell["label"] in drawn(cells)]
+    groups = {cell["label"]: cell[key] for cell in here if "p25" in (cell[key] or {})}
+    if not groups:
+        return []
+    words = "; ".join(
+        f"{name}: " + ", ".join(f"{each} {found[each]:.4g}" for each in ("p5", "p25", "p50", "p75", "p99"))
+        for name, found in groups.items()
+    )
+    draw = partial(spreads, groups=groups, x_label="ms; line: percentiles 5 to 99, bar: 25 to 75")
+    return [Chart(f"{what}, spread at concurrency {most}", f"Milliseconds. {words}.", draw)]
 
 
 def _ttft(cell: Cell, which: str) -> float | None:
@@ -193,16 +214,18 @@ def _step(cells: Sequence[Cell]) -> Section:
     )
     draw = partial(bars, groups=groups, parts=list(parts), x_label="ms")
     charts = [Chart("One step, by method and concurrency", f"{words}.", draw)] if groups else []
-    heads = ("method", "concurrency", "step", "device", "verify", "draft", "host gap")
+    names = {"wall": "step", "device": "device", "verify": "verify", "draft": "draft", "host_gap": "host gap"}
+    timed = [cell for cell in cells if cell["step"]]
+    known = [name for name in names if any(cell["step"].get(f"{name}_ms") is not None for cell in timed)]
     rows = [
         (
             cell["label"],
             number(cell["concurrency"]),
-            *(number(cell["step"].get(f"{name}_ms"), 3) for name in ("wall", "device", "verify", "draft", "host_gap")),
+            *(number(cell["step"].get(f"{name}_ms"), 3) for name in known),
         )
-        for cell in cells
-        if cell["step"]
+        for cell in timed
     ]
+    heads = ("method", "concurrency", *(names[name] for name in known))
     tables = [Table("Milliseconds per step at full batch, without prefill", heads, rows)] if rows else []
     return Section("Where a step's time goes", (), charts, tables)
 

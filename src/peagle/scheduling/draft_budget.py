@@ -36,6 +36,8 @@ They are accepted far less often than the drafter says, so plain decoding is bes
 """
 
 import logging
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -55,6 +57,10 @@ HOST_WEIGHT = 0.1
 """weight of the newest step in the host's time per step"""
 PROBE_EVERY, PROBE_STEPS = 128, 8
 """while drafting does not pay, the last 8 of 128 choices verify drafts, to see whether they pay now"""
+PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
+"""then each observation stands for that many: few drafts are seen, and the traffic may have changed"""
+HOLD_SECONDS = 10.0
+"""between two changes of the verdict that the log and the metrics show; at the limit every step may differ"""
 
 
 class DraftCurve(NamedTuple):
@@ -103,6 +109,8 @@ class DraftBudget:
         self._seconds = seconds
         self._host_seconds: dict[int, float] = {}
         """time per step that the host needs, by batch size"""
+        self.num_pauses = 0
+        """how often drafting stopped paying"""
         self.reset()
 
     def reset(self) -> None:
@@ -111,6 +119,12 @@ class DraftBudget:
         """of one request's drafts"""
         self._num_observed = self._num_plain = 0
         self._num_expected = self._num_accepted = PRIOR
+        self._is_probing = False
+        self.pays = True
+        """whether drafting pays, as the log last said"""
+        self._changed_at = -math.inf
+        self.gain: float | None = None
+        """expected tokens per second with drafts, as a multiple of those without, at the last choice"""
 
     @property
     def honesty(self) -> float:
@@ -120,13 +134,13 @@ class DraftBudget:
     def observe(self, curve: DraftCurve, num_requests: int) -> None:
         """Take the drafts of `num_requests` requests into account."""
         own = curve.scaled(1 / num_requests)
-        self._average = own if self._average is None else own.mixed(self._average, _weight(num_requests))
+        self._average = own if self._average is None else own.mixed(self._average, self._weight(num_requests))
         self._num_observed += min(num_requests, INDEPENDENT)
 
     def observe_accepted(self, num_accepted: int, choice: Choice) -> None:
         """Take the accepted drafts of a pass into account."""
         if choice.num_expected is not None:
-            weight = _weight(choice.num_drafting)
+            weight = self._weight(choice.num_drafting)
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
@@ -166,20 +180,36 @@ class DraftBudget:
         best = Choice(size, num_drafting, (drafts or average).expected(size - batch))
         everyone = average.scaled((num_drafting + num_paused) / num_drafting)
         rate = max(rate_of(size, everyone) for size in sizes)
-        if self._num_observed < WARM_UP or rate > num_requests / seconds[batch]:
+        plain_rate = num_requests / seconds[batch]
+        self.gain = rate / plain_rate
+        if self._num_observed < WARM_UP:
+            return best
+        self._judge(num_requests, rate, plain_rate)
+        self._is_probing = rate <= plain_rate
+        if not self._is_probing:
             return best
         self._num_plain += 1
-        if self._num_plain == 1:
-            log.info(
-                "drafting does not pay at batch size %d (%.1f tokens/s expected, %.1f without drafts); "
-                "it is tried again from time to time",
-                num_requests,
-                rate,
-                num_requests / seconds[batch],
-            )
         return best if (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS else Choice(batch)
 
+    def _judge(self, num_requests: int, rate: float, plain_rate: float) -> None:
+        """Say when drafting stops paying, and when it pays again."""
+        pays, now = rate > plain_rate, time.monotonic()
+        if pays == self.pays or now < self._changed_at + HOLD_SECONDS:
+            return
+        self.pays, self._changed_at = pays, now
+        self.num_pauses += not pays
+        log.log(
+            logging.INFO if pays else logging.WARNING,
+            "drafting %s at batch size %d (%.1f tokens/s expected, %.1f without drafts; drafts are accepted %.2f times "
+            "as often as the drafter expects)%s",
+            "pays again" if pays else "does not pay",
+            num_requests,
+            rate,
+            plain_rate,
+            self.honesty,
+            "" if pays else "; it is tried again from time to time",
+        )
 
-def _weight(num_requests: int) -> float:
-    """The weight of the past when `num_requests` requests are observed."""
-    return MEMORY ** min(num_requests, INDEPENDENT)
+    def _weight(self, num_requests: int) -> float:
+        """The weight of the past when `num_requests` requests are observed."""
+        return MEMORY ** (PROBE_WEIGHT if self._is_probing else min(num_requests, INDEPENDENT))

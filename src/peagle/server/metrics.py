@@ -224,6 +224,13 @@ class ServerMetrics(Metrics):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", usage)
         yield self._counter("peagle:requests_aborted", "Requests aborted before their end", stats.num_aborted)
         yield from self._shared(acceptance.num_accepted, f"{WINDOW} requests")
+        if stats.drafting_pays is not None:
+            what = "0 while drafts cost more than they bring, so that requests are decoded without"
+            yield self._gauge("peagle:drafting_pays", what, stats.drafting_pays)
+            yield self._counter("peagle:draft_pauses", "Times drafting stopped paying", stats.num_draft_pauses)
+        if stats.drafting_gain is not None:
+            what = "Expected tokens per second with drafts, as a multiple of those without"
+            yield self._gauge("peagle:drafting_gain", what, stats.drafting_gain)
         if len(stats.accepted_per_position) > DEEP:
             rate = deep_acceptance(stats.accepted_per_position)
             what = f"Acceptance rate of draft tokens beyond depth {DEEP}, given that the one before was accepted"

@@ -53,11 +53,16 @@ def settings_of(tuned: Mapping[str, Any], target: str | None, drafter: str | Non
     is_used = depth != 0 or for_vllm.get("num_draft_tokens")
     return Settings(
         target,
-        drafter if is_used else None,
+        _absolute(drafter) if is_used else None,
         Native(depth, batch),
         Vllm(for_vllm.get("num_draft_tokens"), batch),
         {name: value for name, value in tuned["expected"].items() if value is not None},
     )
+
+
+def _absolute(drafter: str | None) -> str | None:
+    """A directory by its full path: the settings may be read elsewhere."""
+    return str(Path(drafter).expanduser().absolute()) if drafter and Path(drafter).expanduser().is_dir() else drafter
 
 
 def text_of(settings: Settings, provenance: Mapping[str, Any]) -> str:
