@@ -23,6 +23,7 @@ from peagle.adaptation.text import gather, mixed, read_served, split
 from peagle.checkpoint.card import read_card
 from peagle.checkpoint.native import load_drafter, save_drafter
 from peagle.compare.gate import Gate
+from peagle.console import progress
 from peagle.data.conversations import read_conversations
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -266,8 +267,15 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str,
 @pytest.mark.slow
 @pytest.mark.usefixtures("_small")
 def test_the_command_adapts_and_swaps_the_drafter_into_a_server(
-    peagle: Callable[..., Result], short: HFTarget, drafter: Path, traffic: Path, old: Path, tmp_path: Path
+    peagle: Callable[..., Result],
+    short: HFTarget,
+    drafter: Path,
+    traffic: Path,
+    old: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.02)
     write_target(short, tmp_path / "target")
     words = ["--data", str(traffic), "--old", str(old), "--output", str(tmp_path / "adapted"), "--minutes", "0.001"]
     words += ["--num-held-out", "3", "--learning-rate", "3e-3", "--old-share", "0.4"]
@@ -276,6 +284,8 @@ def test_the_command_adapts_and_swaps_the_drafter_into_a_server(
     with running(lambda: LLM(tiny_target(**SHAPE), drafter, 4, **options), routes=(swap_route(tmp_path),)) as server:
         result = peagle("adapt", *words, "--swap", server.url)
         assert result.status == 0, result.err
+        gathering, _, training = result.err.rpartition("gathering text, and measuring the drafter on it, for ")
+        assert gathering and "measuring and checking the drafter" in training, "one line for each long stage"
         assert "on old text: " in result.out and "\nkept: acceptance length on held-out traffic +" in result.out
         assert f"{server.url} serves adapted in the place of p-eagle" in result.out
         assert server.service.drafter_name == "adapted"

@@ -8,6 +8,7 @@ from peagle.building import run as building
 from peagle.building import shape
 from peagle.building.config import STAGES
 from peagle.building.plan import Effort
+from peagle.console import progress
 
 OUTCOME = {"acceptance_length": 1.5, "num_steps": 3, "workload": "own", "passed": True, "num_answer_tokens": 500}
 OUTCOME |= {"lossless": True, "verdict": "it pays", "num_rows": 9}
@@ -45,13 +46,15 @@ def state(tmp_path):
     return lambda: json.loads((tmp_path / "out" / "build.json").read_text())["stages"]
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(build, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
     result = build("--dry-run", "--price-per-hour", "2")
     assert result.status == 0, result.err
     for name in ("target", "measured", "text", "drafter", "memory", "disk", "time", "price", *STAGES):
         assert f"\n{name} " in "\n" + result.out
     assert "of the budget of 10m" in result.out and "at $2.00 per hour (given with --price-per-hour" in result.out
     assert "peagle train --target" in result.out and "planned" in result.out
+    assert "measuring this machine, for " in result.err
     assert not (tmp_path / "out").exists()
 
 

@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from harness.tiny_models import tiny_tokenizer
-from peagle.cli.generate import WARMUP_TOKENS, Display
+from peagle.cli.generate import WARMUP_TOKENS
 from peagle.compare.divergence import Divergence
+from peagle.console.display import Display
 from peagle.drafter.config import DrafterConfig
 from peagle.engine.engine import Engine
 from peagle.engine.outputs import Update
@@ -151,7 +152,7 @@ def test_tokens_are_told_apart_by_how_they_came_about():
 def test_a_terminal_shows_the_kinds_in_color(monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(
-        "peagle.cli.generate.Console",
+        "peagle.console.display.Console",
         lambda **options: Console(file=written, force_terminal=True, color_system="standard", **options),
     )
     Display([""]).add(update(1, 3, "ab", finish_reason="length"))

@@ -1,5 +1,6 @@
 """Every flag of every command, written out: a flag that comes, goes or changes its name is a decision."""
 
+import itertools
 import re
 
 import pytest
@@ -152,9 +153,26 @@ def test_usage_of(peagle, command):
     }
     rest = few.get(command, f"[OPTIONS] {ARGUMENTS.get(command, '')}")
     assert usage == f"usage: peagle {command} [-h] {rest}".rstrip()
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_option_is_explained_in_lines_of_full_width(peagle, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = peagle(*command.split(), "--help-all").out
     assert "{None}" not in text, "an option is left out, not set to None"
     words = re.sub(r"[\s│]+", " ", text)
-    assert not re.search(r"\(default: (None|False|)\)", words), "a default that says nothing"
+    assert not re.search(r"\(default: (None|False|True|)\)", words), "a default that says nothing"
+    assert not re.search(r"--\S+ [A-Z]+ \(default", words), "an option that nothing explains"
+    rows = [line[2:-2] for line in text.splitlines() if line[:2] in ("│ ", "  ")]
+    for row, following in itertools.pairwise(rows):
+        if "  " in row.rstrip() and following.startswith(" ") and (words := following.split()):
+            assert len(row.rstrip()) + len(words[0]) > len(row) - 2, row
+
+
+def test_a_flag_that_turns_something_off_says_so(peagle, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = re.sub(r"[\s│]+", " ", peagle("serve", "--help-all").out)
+    assert "--no-reuse-prefixes do not keep the KV cache of finished requests" in words
 
 
 @pytest.mark.parametrize("command", FLAGS)

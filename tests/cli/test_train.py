@@ -1,6 +1,7 @@
 """`peagle train`: recipes and flags, a finished drafter that serves, and runs that are stopped and go on."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,10 @@ def test_what_neither_recipe_nor_flags_give_is_asked_for(peagle, recipe):
 
 
 def test_the_recipe_shows_in_the_help_as_the_defaults(peagle, recipe):
-    assert "(default: 4)" in peagle("train", "--recipe", recipe, "--help").out.split("--num-steps")[1].splitlines()[0]
+    recipe.write_text(RECIPE + "checkpoint_activations = true\n")
+    text = peagle("train", "--recipe", recipe, "--help-all").out
+    assert "(default: 4)" in text.split("--num-steps")[1].splitlines()[0]
+    assert re.search(r"--no-checkpoint-activations\s+recompute [^(]*\(default: True\)", text)
 
 
 def test_a_recipe_that_ships_is_taken_by_name(peagle, tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ class AdaptSettings:
     learning_rate: float = 3e-4
     """peak learning rate"""
     seed: int = 0
+    """random seed of the text and the training"""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "num_held_out", "num_old")

@@ -85,6 +85,7 @@ class BuildSettings:
     num_layers: int | None = None
     """layers of the drafter; default: the recipe's"""
     seed: int = 0
+    """random seed of the text and the training"""
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "num_draft_tokens", "num_layers")

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.adaptation.config import AdaptSettings
 from peagle.adaptation.outcome import Outcome
+from peagle.bench.client import root_of
 from peagle.cli.train import Steps
-from peagle.console.arguments import KeyArguments, ModelArguments, parse
-from peagle.errors import ConfigError
+from peagle.console.arguments import KeyArguments, ModelArguments, check_directory, parse
+from peagle.console.progress import working
 from peagle.rows import read_lines
 
 if TYPE_CHECKING:
@@ -42,16 +43,20 @@ def main(argv: list[str]) -> int:
     for path in (settings.data, settings.old):
         if path is not None and not path.is_dir():
             next(read_lines(path), None)  # fail on a wrong path before loading the target
-    if settings.output.exists() and not settings.output.is_dir():
-        raise ConfigError(f"{settings.output} is a file, not a directory", hint="pass a new --output")
+    check_directory(settings.output)
+    if arguments.swap is not None:
+        root_of(arguments.swap)
     api_key = arguments.key.read()
     target = arguments.drafter.pair(arguments.target).load()
 
     from peagle.adaptation.run import adapt
 
     with contextlib.ExitStack() as stack:
+        waiting = stack.enter_context(contextlib.ExitStack())
+        waiting.enter_context(working("gathering text, and measuring the drafter on it"))
 
         def begin(config: "TrainConfig") -> "OnStep":
+            waiting.close()
             return stack.enter_context(contextlib.closing(Steps(config, is_shown=True))).show
 
         drafter = arguments.drafter

@@ -36,6 +36,7 @@ from peagle.data.prompts import Prompt
 from peagle.errors import CheckpointError, ConfigError, nearest
 from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
+from peagle.targets.shapes import read_shape
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -162,6 +163,7 @@ def _check_dummy(arguments: Arguments) -> None:
         if arguments.assume_acceptance:
             raise ConfigError("--assume-acceptance needs --dummy", hint="drop it: with prompts, acceptance is measured")
         return
+    read_shape(arguments.dummy)
     others: dict[str, Any] = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,

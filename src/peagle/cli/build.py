@@ -19,6 +19,7 @@ from peagle.bench.plot import check_plot_library
 from peagle.building.config import STAGES, Budget, BuildSettings, Stage
 from peagle.building.shape import check_recipe
 from peagle.console.arguments import TargetArguments, parse, with_positional
+from peagle.console.progress import working
 from peagle.data.prompts import read_dialogs, read_prompts
 from peagle.errors import ConfigError
 from peagle.targets.prices import price_of
@@ -66,7 +67,8 @@ def main(argv: list[str]) -> int:
         price,
         [word for name, value in costs.items() if value is not None for word in (name, str(value))],
     )
-    measured, plan = build.prepare(arguments.from_stage, is_kept=not arguments.dry_run)
+    with working("measuring this machine"):
+        measured, plan = build.prepare(arguments.from_stage, is_kept=not arguments.dry_run)
     if price is not None:
         price.check(measured.accelerator)
     commands = build.commands(measured, plan) if arguments.dry_run else {}

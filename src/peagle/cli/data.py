@@ -13,14 +13,24 @@ import tyro
 from rich.console import Console
 
 from peagle.bench.report import make_table, print_document
-from peagle.console.arguments import TargetArguments, parse
+from peagle.checkpoint.pairing import check_drafter
+from peagle.console.arguments import TargetArguments, check_directory, parse
 from peagle.console.inspection import show
 from peagle.console.progress import progress_bar
 from peagle.console.recipe import parse_with_recipe
-from peagle.data.config import RegenerationConfig, RegenerationSettings, SynthesisConfig, SynthesisSettings, Until
+from peagle.data.config import (
+    NO_DRAFTER,
+    RegenerationConfig,
+    RegenerationSettings,
+    SynthesisConfig,
+    SynthesisSettings,
+    Until,
+)
+from peagle.data.documents import read_documents
 from peagle.data.progress import RunProgress, drops
 from peagle.data.prompts import read_dialogs
 from peagle.rows import read_lines
+from peagle.targets.catalog import DEFAULT_TARGET, find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,8 @@ def synthesize(argv: list[str]) -> int:
     """
     arguments, config = parse_with_recipe(Synthesize, "data synthesize", argv, SynthesisConfig, synthesize.__doc__)
     given = [dialog for path in arguments.given for dialog in read_dialogs(path)]
-    arguments.target.check()
+    read_documents(config.documents)
+    check(arguments)
     target = arguments.target.load()
     if not target.tokenizer.chat_template:
         config = config.for_base_model()
@@ -105,7 +116,7 @@ def regenerate(argv: list[str]) -> int:
     """
     arguments, config = parse_with_recipe(Regenerate, "data regenerate", argv, RegenerationConfig, regenerate.__doc__)
     dialogs = [dialog for path in arguments.prompts for dialog in read_dialogs(path, limit=arguments.limit)]
-    arguments.target.check()
+    check(arguments)
     target = arguments.target.load()
 
     from peagle.data.generation import drafter_for
@@ -114,6 +125,14 @@ def regenerate(argv: list[str]) -> int:
     options = (dialogs, arguments.output, config, config.described(*arguments.prompts, limit=arguments.limit))
     drafter = drafter_for(target, arguments.drafter, config.max_length)
     return _generate(arguments, lambda **run: answer_dialogs(target, *options, drafter=drafter, **run))
+
+
+def check(arguments: Run) -> None:
+    """Refuse a target, a drafter or an output that cannot be used, before torch is imported."""
+    arguments.target.check()
+    if arguments.drafter not in (None, NO_DRAFTER):
+        check_drafter(str(arguments.drafter), find(arguments.target.target or DEFAULT_TARGET))
+    check_directory(arguments.output)
 
 
 def inspect(argv: list[str]) -> int:

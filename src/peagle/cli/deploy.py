@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from peagle.console.arguments import DrafterArguments, parse
+from peagle.console.arguments import DrafterArguments, check_directory, parse
 from peagle.errors import ConfigError
 from peagle.sagemaker.aws import Aws
 from peagle.sagemaker.choose import Serving, choose
@@ -37,7 +37,8 @@ Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 @dataclass(frozen=True)
 class VllmArguments:
     target: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
-    """directory, GGUF file, catalog name or Hugging Face id; default: the embedded SmolLM2-135M-Instruct"""
+    """directory, GGUF file, catalog name or Hugging Face id; default: the drafter's own target, or
+    the built-in SmolLM2-135M-Instruct if no drafter is given"""
     output: Path | None = None
     """directory for all three files; existing ones are replaced"""
     show: Literal["command", "compose", "kubernetes"] = "command"
@@ -167,6 +168,8 @@ def vllm(argv: list[str]) -> int:
     """
     argv, words = split_words(with_settings(argv, "deploy vllm"))
     arguments = parse(VllmArguments, "deploy vllm", argv, description=vllm.__doc__)
+    if arguments.output is not None:
+        check_directory(arguments.output.expanduser())
     release = Installed(arguments.vllm_version.removeprefix("v"))
     models = find_models(
         arguments.target,
@@ -194,8 +197,6 @@ def vllm(argv: list[str]) -> int:
         print(texts[arguments.show], end="")
         return 0
     output = arguments.output.expanduser()
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file, not a directory", hint="give a directory")
     output.mkdir(parents=True, exist_ok=True)
     for what, text in texts.items():
         path = output / FILES[what]

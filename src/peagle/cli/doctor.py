@@ -17,7 +17,7 @@ from rich.markup import escape
 from peagle.bench.report import make_table
 from peagle.console.arguments import ModelArguments, parse, with_positional
 from peagle.console.facts import describe_drafter, describe_shipped, describe_target, machine
-from peagle.console.progress import progress_bar
+from peagle.console.progress import progress_bar, working
 from peagle.data.prompts import read_prompts
 from peagle.errors import ConfigError
 
@@ -91,7 +91,8 @@ def examine(given: str, arguments: Arguments) -> "tuple[HFTarget, Verdict]":
         options = replace(options, dtype="float32")  # tokens are compared, and rounding would make them diverge
     target = options.load()
     if arguments.record:
-        record_evidence(drafter_directory(given, target), target)
+        with working("recording evidence"):
+            record_evidence(drafter_directory(given, target), target)
     if arguments.prompts is not None:
         prompts = [render_prompt(target, each) for each in read_prompts(arguments.prompts, limit=MAX_PROMPTS)]
     gate = Gate(

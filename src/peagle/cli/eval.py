@@ -41,7 +41,7 @@ class Arguments(ModelArguments):
 def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "eval", argv)
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
-    require_at_least(arguments, 1, "limit")
+    require_at_least(arguments, 1, "limit", "num_draft_tokens")
     given = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
     target = arguments.drafter.pair(arguments.target).load()
     drafter = arguments.drafter.load(target)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from peagle.console.arguments import ModelArguments, accelerator, parse, with_positional
+from peagle.console.arguments import ModelArguments, accelerator, check_directory, parse, with_positional
 from peagle.errors import ConfigError
 from peagle.vllm.command import RUNNER_VARIABLE
 
@@ -71,7 +71,6 @@ def serve_command(layout: Layout, drafter: "Drafter", target: "HFTarget", direct
 
 def check_output(output: Path) -> None:
     """Refuse a directory with files in it."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file, not a directory", hint="give a new directory")
+    check_directory(output)
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty", hint="give a new directory, or remove that one first")

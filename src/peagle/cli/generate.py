@@ -1,11 +1,10 @@
 """Answer one prompt, streaming to stdout. On a terminal, colors show accepted, bonus and recovered tokens.
 
---compare answers twice, plainly and with drafts, and shows both side by side. To measure acceptance over many prompts
-use `peagle eval`; to prove that answers do not change, `peagle lossless`.
+With --compare it answers twice, plainly and with drafts, and shows both side by side. To measure acceptance over many
+prompts use `peagle eval`; to prove that answers do not change, `peagle lossless`.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from peagle.bench.cells import rounded
 from peagle.bench.report import make_table, number
 from peagle.compare.divergence import Divergence, first_divergence
 from peagle.console.arguments import ModelArguments, parse
+from peagle.console.display import STYLES, Display
 from peagle.console.progress import working
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from peagle.engine.outputs import Completion, Update
     from peagle.targets.hf import HFTarget
 
-STYLES = {"accepted": "green", "bonus": "cyan", "recovered": "magenta", "tolerated": "red"}
 WARMUP_TOKENS = 16
 """Length of the warm-up answer before anything is timed."""
 
@@ -247,43 +245,6 @@ def display(method: str, arguments: Arguments) -> "Callable[[Update], None]":
     total = arguments.sampling.n
     several = [f"answer {index + 1} of {total}" if total > 1 else "" for index in range(total)]
     return Display([", ".join(filter(None, [*names, each])) for each in several]).add
-
-
-class Display:
-    """Prints answers in order: the first while it streams, each later one once those before it have ended."""
-
-    def __init__(self, headings: list[str]) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._headings = headings
-        self._updates: list[list[Update]] = [[] for _ in headings]
-        self._index = 0
-        self._open()
-
-    def add(self, update: "Update") -> None:
-        self._updates[update.index].append(update)
-        while self._index < len(self._updates):
-            ready = self._updates[self._index]
-            self._updates[self._index] = []
-            for each in ready:
-                self._write(each)
-            if not ready or ready[-1].finish_reason is None:
-                return
-            self._console.print()
-            self._index += 1
-            self._open()
-
-    def _open(self) -> None:
-        if self._index < len(self._headings) and self._headings[self._index]:
-            self._console.print(Text(f"--- {self._headings[self._index]}", style="bold"))
-
-    def _write(self, update: "Update") -> None:
-        """Each token in the color of its kind on a terminal, else plain text."""
-        if self._console.is_terminal:
-            tokens = zip(update.texts, update.kinds, strict=True)
-            self._console.print(Text.assemble(*((text, STYLES.get(kind, "")) for text, kind in tokens)), end="")
-        else:  # rich would turn tabs into spaces and drop control characters
-            sys.stdout.write(update.text)
-            sys.stdout.flush()
 
 
 def not_lossless(run: Run, tolerance: float) -> str:

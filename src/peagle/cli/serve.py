@@ -157,15 +157,25 @@ def serve_native(arguments: Arguments, keys: "ApiKeys", asked: Speculation) -> i
     if arguments.swap_from is not None:
         extra_routes.append(swap_route(arguments.swap_from))
     listener = listen(settings, keys)
+    recorder = recorder_of(arguments.recording)
     lifecycle: Lifecycle[Service] = Lifecycle(
         settings,
-        lambda: load(arguments, asked),
+        lambda: load(arguments, asked, recorder),
         lambda llm: Service(llm, settings, Path(drafter).name if drafter else None),
     )
     return serve(create_app(settings, keys, lifecycle, extra_routes), lifecycle, listener)
 
 
-def load(arguments: Arguments, asked: Speculation) -> "LLM":
+def recorder_of(options: RecordOptions) -> Recorder | None:
+    if options.record is None:
+        return None
+    what = "token ids of prompts and answers" if options.record_text else "ids and lengths, no text"
+    recorder = Recorder(options.record, with_text=options.record_text, max_bytes=options.record_mb * 2**20)
+    log.info("recording requests to %s: %s, at most %d MB", options.record, what, options.record_mb)
+    return recorder
+
+
+def load(arguments: Arguments, asked: Speculation, recorder: Recorder | None) -> "LLM":
     from peagle.engine.llm import LLM
 
     drafter: Any = arguments.drafter.drafter or "auto"
@@ -181,12 +191,8 @@ def load(arguments: Arguments, asked: Speculation) -> "LLM":
             **asdict(arguments.engine),
         )
     asked.check_kind(None if llm.drafter is None else llm.drafter.config, SPECULATION)
-    recording = arguments.recording
-    if recording.record is not None:
-        sizes: dict[str, Any] = {"with_text": recording.record_text, "max_bytes": recording.record_mb * 2**20}
-        llm.engine.on_finished = Recorder(recording.record, **sizes)
-        what = "token ids of prompts and answers" if recording.record_text else "ids and lengths, no text"
-        log.info("recording requests to %s: %s, at most %d MB", recording.record, what, recording.record_mb)
+    if recorder is not None:
+        llm.engine.on_finished = recorder
     return llm
 
 

@@ -12,10 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from peagle.console.arguments import DrafterArguments, TargetArguments
+from peagle.console.arguments import DrafterArguments, TargetArguments, check_directory
 from peagle.console.progress import progress_bar
 from peagle.console.recipe import parse_with_recipe
-from peagle.errors import ConfigError
 from peagle.objective.config import DataSettings, DrafterSettings, HardwareSettings, TrainConfig, TrainingSettings
 from peagle.rows import read_lines
 
@@ -42,8 +41,7 @@ def main(argv: list[str]) -> int:
     for path in (config.data, config.held_out):
         if path is not None and not path.is_dir():
             next(read_lines(path), None)  # fail on a wrong path before loading the target
-    if config.output.exists() and not config.output.is_dir():
-        raise ConfigError(f"{config.output} is a file, not a directory", hint="pass a new --output")
+    check_directory(config.output)
     target_options = arguments.target
     if config.from_drafter is not None:
         target_options = DrafterArguments(str(config.from_drafter)).pair(target_options)

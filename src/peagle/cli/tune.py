@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.cells import PLAIN, CellResult
-from peagle.bench.report import document_of, print_document
+from peagle.bench.report import check_output, document_of, print_document
 from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
@@ -54,8 +54,8 @@ class Arguments(ModelArguments):
                 raise ConfigError(f"{flag} must be above 0, got {value:g}")
         if PLAIN not in self.methods or len(self.methods) < 2:
             raise ConfigError("--methods needs none and a method that drafts: only both show whether drafting pays")
-        if self.output is not None and self.output.suffix != ".toml":
-            raise ConfigError(f"--output {self.output}: the name must end in .toml")
+        if self.output is not None:
+            check_output("--output", self.output, [".toml"])
         if (self.recording is None) == (self.workload.prompts is None):
             raise ConfigError("tune needs one load", hint="pass either --prompts FILES or --recording DIR")
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -255,27 +256,38 @@ RARE = {
 HELP_ALL = "--help-all"
 HINTS = ConstructorRegistry()
 _hides_rare: list[bool] = []
+_has_pairs: list[bool] = []
+"""not empty: both flags of a boolean are shown"""
 _rare: list[str] = []
 _delegated: list[StructTypeInfo] = []
 
 
 @HINTS.struct_rule
 def _without_evident_defaults(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Tyro's own rule for dataclasses, without "(default: None)" and the like."""
+    """Tyro's own rule for dataclasses, without "(default: None)" and the like, and without line breaks in the help."""
     if _delegated or not is_dataclass(info.type):
         return None
     _delegated.append(info)
     spec = ConstructorRegistry.get_struct_spec(info)
     _delegated.pop()
     assert isinstance(spec, StructConstructorSpec)
-    hint = tyro.conf.arg(help_behavior_hint=lambda label: "" if label in SELF_EVIDENT else f"(default: {label})")
+    evident = SELF_EVIDENT if _has_pairs else (*SELF_EVIDENT, "True")
+    hint = tyro.conf.arg(help_behavior_hint=lambda label: "" if label in evident else f"(default: {label})")
     fields: list[Any] = [replace(each, type=Annotated[each.type, hint]) for each in spec.fields]  # type: ignore[arg-type]
     for index, each in enumerate(fields):
+        turns_off = each.default is True and not _has_pairs
+        each = fields[index] = replace(each, helptext=partial(_flowing, each.helptext, turns_off))
         if each.name in RARE and not is_dataclass(spec.fields[index].type):  # a group has options of its own
             _rare.append(f"--{each.name.replace('_', '-')}")
             if _hides_rare:
                 fields[index] = replace(each, type=Annotated[each.type, tyro.conf.Suppress])
     return replace(spec, fields=tuple(fields))
+
+
+def _flowing(helptext: str | Callable[[], str | None] | None, turns_off: bool) -> str | None:
+    """Help as one paragraph; of a flag that `turns_off` what the text names, the opposite."""
+    words = ((helptext() if callable(helptext) else helptext) or "").split()
+    return " ".join(["do not", *words] if turns_off else words) or None
 
 
 def parse(kind: type[T], command: str, argv: list[str], *, description: str | None = None, **options: Any) -> T:
@@ -284,7 +296,8 @@ def parse(kind: type[T], command: str, argv: list[str], *, description: str | No
     Errors raised by the dataclass propagate. Tyro explains other bad options on stderr and exits with status 2.
     """
     # A recipe may have changed the default of a boolean: keep both of its flags.
-    options["config"] = MARKERS[:2] if "default" in options else MARKERS
+    _has_pairs[:] = [True] if "default" in options else []
+    options["config"] = MARKERS[:2] if _has_pairs else MARKERS
     description = inspect.cleandoc(description or sys.modules[kind.__module__].__doc__ or "")
     options |= {"prog": f"peagle {command}", "description": description}
     output = io.StringIO()
@@ -314,6 +327,12 @@ def with_positional(options: D, name: str, value: str | None) -> D:
         raise ConfigError(f"two {name}s are given: {value} and --{name} {option}", hint="give one of them")
     changes: dict[str, Any] = {} if value is None else {name: value}
     return replace(options, **changes)
+
+
+def check_directory(output: Path) -> None:
+    """Refuse a file where a command writes a directory, before anything is loaded."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file, not a directory", hint="pass a new --output")
 
 
 def accelerator(target: "HFTarget") -> str | None:

@@ -12,6 +12,9 @@ from peagle.data.kinds import read_shares
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
+NO_DRAFTER = "none"
+"""As --drafter: plain decoding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisSettings:
@@ -32,6 +35,7 @@ class SynthesisSettings:
     documents: tuple[Path, ...] = ()
     """files that questions, summaries, rewriting and code are about; default: the target writes documents"""
     seed: int = 0
+    """random seed of questions, temperatures and sampling"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ class RegenerationSettings:
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     """each conversation draws one of these; 0 is greedy, needed to measure acceptance"""
     seed: int = 0
+    """random seed of questions, temperatures and sampling"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from peagle.checkpoint.native import load_drafter
+from peagle.data.config import NO_DRAFTER
 from peagle.data.progress import RunProgress
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -16,7 +17,6 @@ from peagle.targets.hf import HFTarget
 
 log = logging.getLogger(__name__)
 
-NO_DRAFTER = "none"
 GPU_BATCH = 1024
 WAITING_SHARE = 8
 """One request waits per this many running ones, so that a freed row is refilled in the next step."""

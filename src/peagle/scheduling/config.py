@@ -35,7 +35,7 @@ class EngineOptions:
     """maximum prompt tokens per step: raise it for throughput, lower it for steady streams; a server on a CPU prefills
     for about 0.4 s per step while other requests run"""
     reuse_prefixes: bool = True
-    """prefix caching: keep the KV cache of finished requests and reuse it for prompts with the same prefix"""
+    """keep the KV cache of finished requests and reuse it for prompts with the same prefix"""
     eager: bool = False
     """on a GPU: neither compile layers nor capture CUDA graphs; starts faster, decodes slower"""
 
