@@ -95,7 +95,7 @@ def grow_tree_on_cpu(logprob_BKX: Tensor, num_nodes: int) -> CandidateTree:
 
 
 def _grow_one(logprob_KX: np.ndarray, num_nodes: int) -> tuple[np.ndarray, ...]:
-    """The tree of one request. The frontier holds the best child of each node that is left; each round takes the best."""
+    """The tree of one request. The frontier holds the best child of each node that is left; rounds take the best."""
     is_paired, frontier = logprob_KX.ndim == 3, list[tuple[float, int, int]]()
     # Places without a node keep these values.
     parent, depth, choice = [0] * (num_nodes + 1), [0] + [1] * num_nodes, [0] * (num_nodes + 1)
