@@ -15,9 +15,9 @@ from rich.console import Console
 
 from harness.local_server import Running, running
 from harness.stub_server import page, stub
-from peagle.bench.live import view
 from peagle.bench.scrape import Scrape
-from peagle.bench.watch import Watch
+from peagle.console.live import view
+from peagle.console.watch import Watch
 
 LABELS = '{engine="0",model_name="m"}'
 

@@ -117,7 +117,7 @@ def test_parallel_drafting_false_is_refused_by_peagle_s_engine_for_a_p_eagle_dra
     found = read_conventions({VARIABLE: text, "PEAGLE_ML_ROOT": str(tmp_path)})
     arguments = with_conventions(parse(Arguments, "serve", [str(models / "target"), "--max-batch", "1"]), found)
     with pytest.raises(ConfigError, match=message):
-        load(arguments, found.speculation)
+        load(arguments, found.speculation, None)
 
 
 def test_gemma_without_its_drafter_is_deployed_plainly_when_asked(peagle):

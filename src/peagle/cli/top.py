@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.live import Live
 
 from peagle.bench.client import headers_of, is_this_machine, root_of
-from peagle.bench.live import view
 from peagle.bench.scrape import Scrape
-from peagle.bench.watch import Watch
 from peagle.console.arguments import DEFAULT_URL, KeyArguments, parse
+from peagle.console.live import view
+from peagle.console.watch import Watch
 from peagle.errors import ConfigError, ServerError
 
 SCRAPE_SECONDS = 10.0

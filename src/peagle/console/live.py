@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peagle.bench.report import number
-from peagle.bench.watch import DRIFT_SHARE
+from peagle.console.watch import DRIFT_SHARE
 
 SPARKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 BAR, BAR_WIDTH = "\u2588", 30
