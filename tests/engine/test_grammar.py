@@ -204,7 +204,7 @@ def test_an_answer_is_one_of_thousands_of_choices(engine: Engine) -> None:
 
 def test_a_schema_may_have_a_thousand_keys(engine: Engine) -> None:
     keys = [f"k{index}" for index in range(1_200)]
-    schema = {"properties": dict.fromkeys(keys, {"const": 1}), "required": keys[-1:], "additionalProperties": False}
+    schema = {"properties": {key: {"const": 1} for key in keys}, "required": keys[-1:], "additionalProperties": False}
     grammar = Grammar("json_schema", json.dumps(schema | {"type": "object"}))
     found = serve(engine, [PROMPTS[0]], [SamplingParams(max_tokens=9, grammar=grammar)])[0].outputs[0]
     assert re.match(r'\{"k\d', found.text) and found.finish_reason == "length", found.text
