@@ -195,6 +195,30 @@ def test_any_json_object_is_one(engine: Engine) -> None:
     assert all(output.outputs[0].text.startswith("{") for output in outputs)
 
 
+def test_an_answer_is_one_of_thousands_of_choices(engine: Engine) -> None:
+    choices = tuple(f"{index} of them" for index in range(2_500))
+    params = SamplingParams(max_tokens=40, temperature=1.0, grammar=Grammar("choice", choices))
+    found = serve(engine, [PROMPTS[0]], [params])[0].outputs[0]
+    assert found.text in choices and found.finish_reason == "stop"
+
+
+def test_a_schema_may_have_a_thousand_keys(engine: Engine) -> None:
+    keys = [f"k{index}" for index in range(1_200)]
+    schema = {"properties": {key: {"const": 1} for key in keys}, "required": keys[-1:], "additionalProperties": False}
+    grammar = Grammar("json_schema", json.dumps(schema | {"type": "object"}))
+    found = serve(engine, [PROMPTS[0]], [SamplingParams(max_tokens=9, grammar=grammar)])[0].outputs[0]
+    assert re.match(r'\{"k\d', found.text) and found.finish_reason == "length", found.text
+
+
+def test_an_answer_that_a_limit_of_the_library_cuts_does_not_end_like_a_whole_one(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(?:a?){5000}a{5000}"))
+    found = serve(engine, [PROMPTS[0]], [params])[0].outputs[0]
+    assert found.finish_reason == "length" and len(found.token_ids) < 40
+    assert "a grammar cannot be followed further: lexer error" in caplog.text
+
+
 def test_several_answers_to_one_prompt_have_guides_of_their_own(engine: Engine) -> None:
     params = SamplingParams(max_tokens=60, temperature=1.2, grammar=GRAMMARS[2], n=3)
     (output,) = serve(engine, [PROMPTS[2]], [params])

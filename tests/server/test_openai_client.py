@@ -197,7 +197,12 @@ def test_speculation_can_be_turned_off_for_one_request(served, direct):
         )
 
     drafted, plain = ask(), ask(speculation={"enabled": False})
-    assert ask(speculation={"num_draft_tokens": 0}).usage == plain.usage, "the same wish in other words"
+    for same in ({"speculation": {"num_draft_tokens": 0}}, {"num_draft_tokens": 0}):
+        assert ask(**same).usage == plain.usage, "the same wish in other words"
+    with pytest.raises(openai.BadRequestError, match="'num_draft_tokens' must be 0, got 3"):
+        ask(num_draft_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="contradicts 'speculation.num_draft_tokens'"):
+        ask(num_draft_tokens=0, speculation={"num_draft_tokens": 2})
     fewer = ask(speculation={"num_draft_tokens": 2})
     assert drafted.choices[0].message.content == plain.choices[0].message.content == fewer.choices[0].message.content
     figures = drafted.usage.metrics["speculative_decoding"]

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 BITS = 32
 MAX_KEPT_GRAMMARS = 256
+MAX_ITEMS = 50_000
+"""Continuations that the library follows at once, as many as in a whole step. Its own limit fails on large schemas."""
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PROBE = '{"a b": [1, 23]} \u00e9\u4e2d \U0001f600.'
 """Text that the library and the tokenizer must decode to the same bytes."""
@@ -40,13 +42,18 @@ class Guide:
         self._matcher = matcher
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // BITS)
-        self._has_failed = False
+        self._is_logged = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a limit of the library was reached. Then only the end is allowed."""
+        return bool(self._matcher.is_error())
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append allowed tokens to the answer. End tokens change nothing."""
         self._matcher.consume_tokens([token for token in token_ids if token not in self._end_ids])
-        if self._matcher.is_error() and not self._has_failed:
-            self._has_failed = True  # a limit of the library, which now allows only the end
+        if self.has_failed and not self._is_logged:
+            self._is_logged = True
             reason, *_ = self._matcher.get_error().strip().splitlines()
             log.warning("a grammar cannot be followed further: %s", reason)
 
@@ -144,7 +151,7 @@ class _Grammars:
                 f"llguidance misreads the tokenizer of target {target.name!r}",
                 hint="send the request without a grammar",
             )
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
         # Holds no lock while it compiles, so requests do not wait for each other.
         self._matcher = lru_cache(MAX_KEPT_GRAMMARS)(self._compile)
 
@@ -198,7 +205,8 @@ class _Grammars:
             return str(matcher_type.grammar_from_regex(grammar.value))
         if grammar.kind == "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in grammar.value or ())
-            return str(matcher_type.grammar_from_lark(f"start: {choices}"))
+            # One lexeme: as rules, thousands of choices exceed limits of the parser.
+            return str(matcher_type.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
         schema = grammar.value if grammar.kind == "json_schema" else '{"type": "object"}'
         return str(matcher_type.grammar_from_json_schema(schema, overrides=JSON_FORM))
 

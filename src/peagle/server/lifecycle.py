@@ -47,7 +47,7 @@ CUT_SECONDS = 1.0
 """Time to send requests that were cut their errors."""
 CLOSE_SECONDS = 1
 """Time for connections to close after that."""
-TEARDOWN_SECONDS = 3.0
+TEARDOWN_SECONDS = 2.5
 """From the end of the drain to the end of the process, with all of the above."""
 KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than load balancers keep theirs, so that none sends into a closing one."""

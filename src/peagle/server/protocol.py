@@ -100,6 +100,8 @@ class Body(NamedBody):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     speculation: Speculation | None = None
+    num_draft_tokens: Literal[0] | None = None
+    """0: the same as `speculation.enabled: false`"""
 
 
 class TextPart(Part):

@@ -32,7 +32,10 @@ def sampling_params(
             raise invalid("logit_bias", f"must have token ids as keys, got {key[:50]!r}")
     values["logit_bias"] = {int(key): bias for key, bias in (body.logit_bias or {}).items()}
     if body.speculation is not None:
-        values["num_draft_tokens"] = body.speculation.num_draft_tokens if body.speculation.enabled else 0
+        if body.num_draft_tokens is None:
+            values["num_draft_tokens"] = body.speculation.num_draft_tokens if body.speculation.enabled else 0
+        elif body.speculation.num_draft_tokens:
+            raise invalid("num_draft_tokens", "contradicts 'speculation.num_draft_tokens'; omit one of them")
         values["tolerance"] = body.speculation.tolerance
         if not body.speculation.enabled and body.speculation.num_draft_tokens:
             message = "'speculation.num_draft_tokens' cannot be combined with 'speculation.enabled': false"
