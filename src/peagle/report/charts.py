@@ -133,7 +133,7 @@ def spreads(axes: "Axes", groups: Mapping[str, Mapping[str, float]], x_label: st
         axes.barh(name, found["p75"] - found["p25"], 0.45, left=found["p25"], color=color)
         axes.plot([found["p50"]] * 2, [row - 0.32, row + 0.32], color=color, linewidth=3)
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.05 * max(found["p99"] for found in groups.values()))
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel(x_label)
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
