@@ -201,7 +201,7 @@ def test_speculation_can_be_turned_off_for_one_request(served, direct):
         assert ask(**same).usage == plain.usage, "the same wish in other words"
     with pytest.raises(openai.BadRequestError, match="'num_draft_tokens' must be 0, got 3"):
         ask(num_draft_tokens=3)
-    with pytest.raises(openai.BadRequestError, match="contradicts 'speculation.num_draft_tokens'"):
+    with pytest.raises(openai.BadRequestError, match="contradicts 'speculation"):
         ask(num_draft_tokens=0, speculation={"num_draft_tokens": 2})
     fewer = ask(speculation={"num_draft_tokens": 2})
     assert drafted.choices[0].message.content == plain.choices[0].message.content == fewer.choices[0].message.content
