@@ -33,7 +33,8 @@ from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
 
 FIRST_DEPTH, DEEPER = 4, 2
-"""with `adapts_depth`: the least depth, and how much deeper than the deepest accepted draft of the last step"""
+"""with `adapts_depth`: the least depth, and how much deeper than the deepest accepted draft of the last step; a path
+accepted to its end doubles the depth"""
 
 
 class DrafterBatch(NamedTuple):
@@ -117,7 +118,8 @@ class Drafting:
             accepted = Accepted(*(each[drafting_B] for each in accepted))
             num_kept = int(accepted.num_accepted_B.max()) + 1
             if self.adapts_depth:
-                deeper = max(num_kept - 1 + DEEPER, self._depth - 1, FIRST_DEPTH)
+                deepest = num_kept - 1
+                deeper = 2 * deepest if deepest >= self._depth else max(deepest + DEEPER, self._depth - 1, FIRST_DEPTH)
                 self._depth = min(deeper, self.num_draft_tokens)
             aux_NA = aux_NA[accepted.place_BD[:, :num_kept].flatten()]
             place_BD = torch.arange(len(aux_NA)).view(-1, num_kept)
