@@ -140,7 +140,7 @@ def save_with_evidence(drafter: Drafter, target: HFTarget, directory: Path, *, f
     return directory
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_broken_thing_fails_with_its_cause(
     name: str, engine: str, target: HFTarget, forms: dict[str, Path], tmp_path: Path

@@ -32,9 +32,8 @@ SOME = (0, 8, 15)
 ROOMY = {"page_size": 4, "max_length": 80}
 TIGHT = {"page_size": 2, "max_length": 60, "num_pages": 38, "prefill_tokens": 24}
 METHODS = {"none": 0, "eagle3": 3, "p-eagle": 4, "p-eagle tree": 4}
-ENGINE_METHODS = [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "eagle3")),
-    "p-eagle",
+SOME_METHODS = [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "eagle3", "p-eagle")),
     "p-eagle tree",
 ]
 TREE_NODES = 9
@@ -178,15 +177,15 @@ def assert_mixed(stats: EngineStats, method: str) -> None:
     assert (second > 0 or method == "eagle3") and last < first, f"at several depths: {stats.accepted_per_position}"
 
 
-def test_the_reference_decoder_equals_transformers_for_every_family(case: Case) -> None:
-    for method in METHODS:
-        steps = case.reference(method)
-        found = [[token for step in steps[index] for token in step.token_ids] for index in SOME]
-        assert_same(case.target, found, [case.answers[i] for i in SOME], [PROMPTS[i] for i in SOME])
+@pytest.mark.parametrize("method", SOME_METHODS)
+def test_the_reference_decoder_equals_transformers_for_every_family(case: Case, method: str) -> None:
+    steps = case.reference(method)
+    found = [[token for step in steps[index] for token in step.token_ids] for index in SOME]
+    assert_same(case.target, found, [case.answers[i] for i in SOME], [PROMPTS[i] for i in SOME])
     assert len({tuple(answer) for answer in case.answers}) > 12, "answers vary"
 
 
-@pytest.mark.parametrize("method", ENGINE_METHODS)
+@pytest.mark.parametrize("method", SOME_METHODS)
 def test_sixteen_requests_of_mixed_lengths_get_the_targets_own_answers(case: Case, method: str) -> None:
     """The second time all prompts are found in the pages, where the drafter's entries must be right too."""
     engine = case.engine(method, **ROOMY)

@@ -55,7 +55,7 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
 
 @pytest.mark.parametrize(
     ("num_draft_tokens", "tree_nodes"),
-    [(0, None), pytest.param(NUM_DRAFT_TOKENS, None, marks=pytest.mark.slow), (2, 9)],
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, None), (NUM_DRAFT_TOKENS, None))), (2, 9)],
 )
 def test_every_token_has_the_kind_that_the_reference_decoder_gives_it(
     target: HFTarget, drafter: Drafter, num_draft_tokens: int, tree_nodes: int | None

@@ -45,7 +45,7 @@ def random_schema(dice: random.Random, depth: int = 0) -> dict[str, Any]:
             return {"type": "boolean"}
 
 
-@pytest.mark.parametrize("has_drafts", [True, False])
+@pytest.mark.parametrize("has_drafts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_answers_by_random_schemas_always_parse_and_fit(has_drafts: bool) -> None:
     dice = random.Random(5)
     schemas = [random_schema(dice) for _ in range(NUM_SCHEMAS)]

@@ -129,7 +129,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("kind", ["chain", "tree", "budget", "eagle3", "pair head", "small vocabulary"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tree",
+        "pair head",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("chain", "budget", "eagle3", "small vocabulary")),
+    ],
+)
 def test_a_swap_among_running_requests_changes_no_answer_and_drafts_become_those_of_the_new_drafter(
     kind: str, target: HFTarget, good: Drafter, expected: list[tuple[int, ...]], tmp_path: Path
 ) -> None:

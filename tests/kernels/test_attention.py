@@ -185,9 +185,9 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-SLOW = [(16, 16, 3), (16, 16, 3, 4, 7)]
+SLOW = [(32, 16, 2), (16, 16, 3), (16, 16, 3, 4, 7)]
 TILINGS = [
-    *(AttentionTiling(*sizes) for sizes in ((16, 16, 1), (32, 16, 2), (64, 32, 4))),
+    *(AttentionTiling(*sizes) for sizes in ((16, 16, 1), (64, 32, 4))),
     *(pytest.param(AttentionTiling(*sizes), marks=pytest.mark.slow) for sizes in SLOW),
 ]
 

@@ -212,6 +212,7 @@ def test_logits_that_scaling_makes_equal_are_tied_for_triton_too() -> None:
     assert drawn(logits_V, 4.0, 0, 0.6, 0.0, 8) == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_triton_never_draws_a_token_masked_with_minus_infinity() -> None:
     logits_V = torch.full((40,), -INFINITY).bfloat16()
     logits_V[[3, 17, 39]] = torch.tensor([1.0, 0.0, 0.5]).bfloat16()

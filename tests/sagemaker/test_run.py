@@ -290,7 +290,10 @@ def endpoint_tags(cloud) -> list[str]:
 PAUSE = UPDATES[UPDATES.index("add_tags") : UPDATES.index("update_endpoint") + 1]
 
 
-@pytest.mark.parametrize(("last", "looks"), [*((each, 0) for each in PAUSE), ("update_endpoint", 8)])
+@pytest.mark.parametrize(
+    ("last", "looks"),
+    [*(pytest.param(each, 0, marks=pytest.mark.slow) for each in PAUSE), ("update_endpoint", 8)],
+)
 def test_scaling_is_back_after_an_update_that_was_interrupted_and_rolled_back(cloud, aws, tmp_path, last, looks):
     """`last` is the call it was interrupted after. It is gone on with at once, or when it has been rolled back."""
     made = deployment(tmp_path)

@@ -82,6 +82,7 @@ def test_two_processes_learn_the_pair_head_that_one_does(tmp_path, parallel):
     check_same((metrics_of(config), trainer.drafter.state_dict()), output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
