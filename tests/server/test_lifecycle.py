@@ -204,15 +204,15 @@ def test_clients_outlive_kill_9_and_a_restart(model):
     with Process(model, port=port) as first:
         first.wait_ready()
         client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=60)
-        ask = {"model": "", "prompt": "the", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        ask = {"model": "", "prompt": "the", "max_tokens": 100, "temperature": 0, "extra_body": {"ignore_eos": True}}
         expected = client.completions.create(**ask).choices[0].text
         answers = []
 
         def many():
-            for _ in range(4):
+            for _ in range(2):
                 answers.append(client.completions.create(**ask).choices[0].text)
 
-        threads = [threading.Thread(target=many) for _ in range(6)]
+        threads = [threading.Thread(target=many) for _ in range(4)]
         for thread in threads:
             thread.start()
         while len(answers) < 2:
@@ -225,7 +225,7 @@ def test_clients_outlive_kill_9_and_a_restart(model):
             second.process.send_signal(signal.SIGTERM)
             assert second.end() == 0
         client.close()
-    assert answers == [expected] * 24
+    assert answers == [expected] * 8
 
 
 @pytest.mark.slow
