@@ -47,3 +47,12 @@ def _steps_cost_the_same() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peagle.worker.runner.measure_step_costs", lambda *_: StepCosts({1: 1.0}, {1: 0.0}))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _training_ends_soon() -> Iterator[None]:
+    """Measure few answers at the end of a training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.compare.acceptance.TRAINING_PROMPTS", 2)
+        patch.setattr("peagle.compare.acceptance.TRAINING_MAX_TOKENS", 8)
+        yield

@@ -243,8 +243,9 @@ def test_a_file_of_conversations_is_answered_by_the_target_and_the_text_is_gathe
 
 @pytest.mark.slow
 def test_without_old_text_the_target_writes_some(
-    target: HFTarget, drafter: Path, traffic: Path, tmp_path: Path
+    target: HFTarget, drafter: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("peagle.adaptation.text.MOST_SYNTHESIZED", 160)
     given = AdaptSettings(data=traffic, output=tmp_path / "out", num_held_out=2, num_old=3)
     text = gather(target, load_drafter(drafter, target), given, tmp_path / "work", given.described())
     assert len(text.traffic) == 2 and text.old and text.facts["num_old"], "some to train on, some held out"

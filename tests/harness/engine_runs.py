@@ -36,12 +36,9 @@ def practised_drafter() -> Drafter:
 
 def mixed_cells(roomy: Any, tight: Any, *slow: Any) -> list[Any]:
     """Methods and engine settings. `make test` takes each method but EAGLE-3 once, and both settings."""
-    fast = {"none": tight, "p-eagle": roomy, "p-eagle tree": tight}
-    return [
-        pytest.param(method, settings, marks=() if fast.get(method) is settings else pytest.mark.slow)
-        for settings in (roomy, tight, *slow)
-        for method in ("none", "eagle3", "p-eagle", "p-eagle tree")
-    ]
+    fast = [("none", tight), ("p-eagle", roomy), ("p-eagle tree", tight)]
+    others = [("eagle3", tight), ("p-eagle tree", roomy), *(("p-eagle tree", settings) for settings in slow)]
+    return [*(pytest.param(*cell) for cell in fast), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in others)]
 
 
 def answer(target: HFTarget, prompt: list[int], params: SamplingParams, **drafting: Any) -> tuple[int, ...]:

@@ -118,7 +118,7 @@ def test_blocks_of_other_documents_and_other_chains_are_skipped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_partitions", "compiles"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("num_partitions", "compiles"), [(1, False), (3, True)])
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch itself deprecates
 def test_flex_attention_over_blocks_equals_masked_attention(num_partitions, compiles):

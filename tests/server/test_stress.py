@@ -27,7 +27,8 @@ def expected_answers(num_seeds):
     """What each seed's answer must be."""
     with tiny_llm() as llm:
         params = [
-            SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=FIRST_SEED + index) for index in range(num_seeds)
+            SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=FIRST_SEED + index)
+            for index in range(num_seeds)
         ]
         return [output.text for output in llm.generate([PROMPT] * num_seeds, params)]
 
