@@ -92,9 +92,9 @@ def test_a_mixed_batch_is_answered_as_by_the_reference_decoder(
 
 def test_tables_are_made_by_the_first_request_that_needs_them(engine: Engine) -> None:
     serve(engine, PROMPTS[:4], [PLAIN] * 4)
-    assert engine.runner.adjustments is None, "nobody has asked"
+    assert engine.runner.uploads.adjustments is None, "nobody has asked"
     serve(engine, PROMPTS[:4], [PLAIN] * 3 + [replace(PLAIN, presence_penalty=1.0)])
-    assert engine.runner.adjustments is not None
+    assert engine.runner.uploads.adjustments is not None
 
 
 def test_what_an_interrupted_request_left_in_its_row_is_not_the_next_ones(
@@ -106,7 +106,7 @@ def test_what_an_interrupted_request_left_in_its_row_is_not_the_next_ones(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    engine.runner._adjusted_rows.clear()  # as in an engine whose rows nobody with a wish has had
+    engine.runner.uploads._adjusted_rows.clear()  # as in an engine whose rows nobody with a wish has had
     with monkeypatch.context() as patched:
         patched.setattr(np, "bincount", interrupt)
         engine.add(PROMPTS[0], SamplingParams(max_tokens=4, logit_bias={50: 100.0}))

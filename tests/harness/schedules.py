@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from zlib import crc32
 
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import PagePool
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Plan, Scheduler, SchedulerConfig
+from peagle.scheduling.scheduler import Plan, Scheduler
 
 MAX_LENGTH = 200
 

@@ -8,9 +8,10 @@ from harness.schedules import MAX_LENGTH, add, make, names, see, spans
 from peagle.errors import CapacityError, ConfigError, RequestError
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling import scheduler as scheduler_module
+from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import PagePool
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Scheduler, SchedulerConfig
+from peagle.scheduling.scheduler import Scheduler
 
 # Plans ----------------------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import peagle.scheduling.scheduler as scheduler_module
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import WASTE_PAGE, PagePool
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Chunk, Plan, Scheduler, SchedulerConfig
+from peagle.scheduling.scheduler import Chunk, Plan, Scheduler
 
 Text = tuple[int, ...]
 VOCABULARY = 11

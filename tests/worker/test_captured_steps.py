@@ -191,7 +191,7 @@ def test_requests_that_ask_for_nothing_make_no_second_recording(engine: Engine, 
     assert engine.runner.captured is not None
     captured = engine.runner.captured
     assert not any(shape.is_adjusted for shape in (*captured.prefills, *captured.decodes))
-    assert engine.runner.adjustments is None
+    assert engine.runner.uploads.adjustments is None
 
 
 @pytest.mark.slow

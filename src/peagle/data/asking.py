@@ -8,16 +8,16 @@ about them.
 import logging
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from peagle.data.config import SynthesisConfig
+from peagle.data.config import SynthesisConfig, drawn_number
 from peagle.data.documents import Shelf, code_of, joined, read_documents
 from peagle.data.generation import Answer, Job
-from peagle.data.kinds import CODE, DOCUMENTS, KINDS, LONG, TOPICS
+from peagle.data.kinds import CODE, DOCUMENTS, GIVEN, KINDS, LONG, TOPICS
 from peagle.data.prompts import Dialog
 from peagle.data.shards import Drop, TokenIds
 from peagle.data.turns import answer_end, question_opening
@@ -277,3 +277,23 @@ def _accepted(
         except RequestError as error:
             refusal = error
     return openings, refusal
+
+
+def unanswered_prompts(given: Sequence[Dialog], seen: set[int]) -> tuple[list[Prompt], list[Drop]]:
+    """The first turn of each unanswered prompt, and repeated prompts that are not counted yet.
+
+    A repetition has its own key; with the prompt's key, a later run would take the prompt for done.
+    """
+    prompts: dict[int, Dialog] = {}
+    repeated: list[Drop] = []
+    times = Counter[int]()
+    for dialog in map(Dialog.first_turn, given):
+        key = dialog.key()
+        times[key] += 1
+        repetition = drawn_number("given before", key, times[key])
+        if times[key] > 1 and repetition not in seen:
+            repeated.append(Drop("prompt: given before", repetition))
+        elif times[key] == 1 and key not in seen:
+            prompts[key] = dialog
+    seen.update(prompts)
+    return [Prompt(key, GIVEN, dialog) for key, dialog in prompts.items()], repeated

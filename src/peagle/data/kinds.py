@@ -8,13 +8,17 @@ summary     documents to summarize; rewrite, translate and extract (to JSON) tak
 code        source files and a request
 """
 
+import logging
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from peagle.errors import ConfigError, nearest
 from peagle.targets.catalog import ASSETS
+
+log = logging.getLogger(__name__)
 
 TEXT, CODE, LONG = "text", "code", "long"
 """What questions are written for besides plain ones: documents, source files and long answers."""
@@ -22,6 +26,8 @@ GIVEN = "given"
 """The kind of prompts that the user gives."""
 MIN_ROW = 256
 """The shortest rows for kinds other than chat."""
+FRUITLESS_PROMPTS = 64
+"""Dropped prompts of a kind, without any answer, after which a run goes on without the kind."""
 
 
 class Kind(NamedTuple):
@@ -85,3 +91,43 @@ def _read(text: str) -> dict[str, float]:
     if not any(shares.values()):
         raise ConfigError(f"kinds: {text!r} has no share above 0", hint=hint)
     return {name: share for name, share in shares.items() if share}
+
+
+class KindMix:
+    """Which kind of conversation to begin next, so that each has its share.
+
+    >>> mix = KindMix({"chat": 0.75, "summary": 0.25}, {"chat": 2})
+    >>> [mix.next() for _ in range(6)]
+    ['summary', 'chat', 'chat', 'chat', 'summary', 'chat']
+    """
+
+    def __init__(self, shares: Mapping[str, float], counts: Mapping[str, int]) -> None:
+        """`counts` are the finished conversations of each kind."""
+        self._shares = dict(shares)
+        self._num_begun = Counter(counts)
+        """conversations of each kind, finished or begun"""
+        self._fruitless = Counter[str]()
+        """dropped conversations of each kind of which none was kept"""
+        self._works: set[str] = set()
+
+    def next(self) -> str:
+        """The kind that lacks the most conversations. Counts the new one."""
+        whole = sum(self._num_begun[kind] for kind in self._shares) + 1
+        kind = max(self._shares, key=lambda each: self._shares[each] * whole - self._num_begun[each])
+        self._num_begun[kind] += 1
+        return kind
+
+    def keep(self, kind: str) -> None:
+        """One of a kind was kept."""
+        self._works.add(kind)
+
+    def drop(self, kind: str) -> None:
+        """One of a kind was dropped. After many without a success the run goes on without the kind."""
+        self._num_begun[kind] -= 1
+        if kind not in self._shares or kind in self._works or len(self._shares) == 1:
+            return
+        self._fruitless[kind] += 1
+        if self._fruitless[kind] >= FRUITLESS_PROMPTS:
+            del self._shares[kind]
+            message = "kind %s: none of the first %d is usable; going on without it (see the reasons for drops)"
+            log.warning(message, kind, FRUITLESS_PROMPTS)

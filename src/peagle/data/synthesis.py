@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from peagle.data.asking import SHORTEST_QUESTION, Prompt, Users, Written, loops, num_repeated, question_openings
-from peagle.data.config import SynthesisConfig, Until, drawn_number
+from peagle.data.asking import (
+    SHORTEST_QUESTION,
+    Prompt,
+    Users,
+    Written,
+    loops,
+    num_repeated,
+    question_openings,
+    unanswered_prompts,
+)
+from peagle.data.config import SynthesisConfig, Until
 from peagle.data.generation import Answer, Generator, Job, check_max_length
-from peagle.data.kinds import GIVEN, LONG
+from peagle.data.kinds import GIVEN, LONG, KindMix
 from peagle.data.progress import RunProgress
 from peagle.data.prompts import Dialog
 from peagle.data.shard_writer import ShardWriter, open_writer
@@ -37,7 +46,6 @@ log = logging.getLogger(__name__)
 
 FIRST_ANSWERS = 64  # answers after which the drop rate is checked
 FRUITLESS_QUESTIONS = 512  # dropped questions in a row after which the run fails
-FRUITLESS_PROMPTS = 64  # dropped prompts of a kind, without any answer, after which the run goes on without the kind
 GPU_RATE, CPU_RATE = 500_000, 10_000  # upper bounds in tokens per second
 ROW_TOKENS = 2  # tokens of a row per answer token, unless the prompt is longer than its answer
 
@@ -144,14 +152,11 @@ class Synthesis:
         # Each run has its own seed; otherwise it would repeat the questions of the first.
         self._chance = random.Random(f"{config.seed}/{self._writer.num_runs}")
         self._seen = set[int]().union(*(writer.keys for writer in writers))
-        unanswered, repeated = _unanswered(given, self._seen)
+        unanswered, repeated = unanswered_prompts(given, self._seen)
         self._given = deque(unanswered)
         self._writer.append((), repeated)
         self._users = Users(self._tokenizer, config, self._chance, self._seen)
-        self._shares = dict(config.shares)
-        self._by_kind = Counter(self.counts()["kinds"])
-        """conversations of each kind, finished or begun"""
-        self._fruitless_by_kind: Counter[str] = Counter()
+        self._kinds = KindMix(config.shares, self.counts()["kinds"])
         self._later: deque[Job] = deque()
         self._num_begun = self._num_given = 0
         self._outcomes: Counter[str] = Counter()
@@ -185,7 +190,7 @@ class Synthesis:
             jobs += begun
             num_missing = num_wanted - len(begun) - len(self._users.ready) - self._users.num_asking
             for _ in range(min(num_missing, room - len(jobs) - self._users.num_waiting)):
-                self._users.begin(self._next_kind())
+                self._users.begin(self._kinds.next())
             # A prompt about documents that are there is ready at once.
             if not (self._users.ready and num_wanted > len(begun) and len(jobs) < room):
                 return jobs + (self._users.jobs(room - len(jobs)) if num_wanted else [])
@@ -194,8 +199,7 @@ class Synthesis:
         written = [answer for answer in answers if isinstance(answer.job.tag, Written)]
         if written:
             self._drop_prompts(self._users.take(written))
-        kept: dict[bool, list[Row]] = {False: [], True: []}
-        drops: list[Drop] = []
+        kept, drops = {False: list[Row](), True: list[Row]()}, list[Drop]()
         for answer in answers:
             growing = answer.job.tag
             if not isinstance(growing, _Growing):
@@ -214,12 +218,12 @@ class Synthesis:
                 kept[growing.is_held_out].append(
                     Row(growing.key, row, tuple(growing.spans), growing.temperature, growing.kind)
                 )
-                self._fruitless_by_kind[growing.kind] = -1  # it works
+                self._kinds.keep(growing.kind)
             else:
                 assert reason is not None, "without an answer there is a reason"
                 self._held_out[growing.kind] -= growing.is_held_out
                 drops.append(Drop(reason, growing.key))
-                self._lose(growing.kind)
+                self._kinds.drop(growing.kind)
         for writer in self._writers[1:]:
             writer.append(kept[True])
         self._writer.append(kept[False], drops)
@@ -290,7 +294,7 @@ class Synthesis:
         self._writer.append((), [drop for _, drop in dropped])
         for kind, drop in dropped:
             self._fruitless[drop.reason] += 1
-            self._lose(kind)
+            self._kinds.drop(kind)
         number = self._fruitless.total()
         # Of concurrent questions the bad ones may finish first, so wait for several times as many.
         if self._num_answering or self._users.ready or number < max(FRUITLESS_QUESTIONS, 8 * self._users.num_asking):
@@ -299,17 +303,6 @@ class Synthesis:
             f"none of the last {number} questions is usable: {_by_reason(self._fruitless)}",
             hint="use an instruction-tuned target, raise --max-length, or set max_question_tokens in a recipe",
         )
-
-    def _lose(self, kind: str) -> None:
-        """One of a kind was dropped. After many without a success the run goes on without the kind."""
-        self._by_kind[kind] -= 1
-        if kind not in self._shares or self._fruitless_by_kind[kind] < 0 or len(self._shares) == 1:
-            return
-        self._fruitless_by_kind[kind] += 1
-        if self._fruitless_by_kind[kind] >= FRUITLESS_PROMPTS:
-            del self._shares[kind]
-            message = "kind %s: none of the first %d is usable; going on without it (see the reasons for drops)"
-            log.warning(message, kind, FRUITLESS_PROMPTS)
 
     def _watch(self, num_kept: int, drops: Sequence[Drop]) -> None:
         """Warn if most answers are truncated, and fail if none is usable: the run would never end."""
@@ -343,13 +336,6 @@ class Synthesis:
             # At least one, so that a high estimate does not end the run.
             most = min(most, max(int((missing - begun) / mean), int(missing > 0 and not self._num_answering)))
         return max(most, 0)
-
-    def _next_kind(self) -> str:
-        """The kind that lacks the most conversations. Counts the new one."""
-        whole = sum(self._by_kind[kind] for kind in self._shares) + 1
-        kind = max(self._shares, key=lambda each: self._shares[each] * whole - self._by_kind[each])
-        self._by_kind[kind] += 1
-        return kind
 
     def _next_prompt(self) -> Prompt | None:
         is_given = bool(self._given) and self._num_given < self._config.given_share * (self._num_begun + 1)
@@ -412,23 +398,3 @@ class Synthesis:
 
 def _by_reason(outcomes: Counter[str]) -> str:
     return ", ".join(f"{reason} ({number})" for reason, number in outcomes.most_common() if number)
-
-
-def _unanswered(given: Sequence[Dialog], seen: set[int]) -> tuple[list[Prompt], list[Drop]]:
-    """The first turn of each unanswered prompt, and repeated prompts that are not counted yet.
-
-    A repetition has its own key; with the prompt's key, a later run would take the prompt for done.
-    """
-    prompts: dict[int, Dialog] = {}
-    repeated: list[Drop] = []
-    times: Counter[int] = Counter()
-    for dialog in map(Dialog.first_turn, given):
-        key = dialog.key()
-        times[key] += 1
-        repetition = drawn_number("given before", key, times[key])
-        if times[key] > 1 and repetition not in seen:
-            repeated.append(Drop("prompt: given before", repetition))
-        elif times[key] == 1 and key not in seen:
-            prompts[key] = dialog
-    seen.update(prompts)
-    return [Prompt(key, GIVEN, dialog) for key, dialog in prompts.items()], repeated

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from peagle.checkpoint.card import DrafterCard
 from peagle.checkpoint.replacement import DrafterFiles, replacement_for
-from peagle.decoding.acceptance import Acceptance, per_position
+from peagle.decoding.acceptance import per_position
 from peagle.decoding.adjusting import check_token_ids
 from peagle.decoding.draft_tree import check_tree
 from peagle.decoding.grammar import make_guide
@@ -21,17 +21,17 @@ from peagle.decoding.reference import check_prompt
 from peagle.decoding.stopping import FinishReason, StopCheck
 from peagle.drafter.model import Drafter
 from peagle.engine.checks import TrainedLength, as_ids, check_drafts, check_max_length, check_types
-from peagle.engine.outputs import Completion, EngineStats, RequestMetrics, RequestOutput, Update
+from peagle.engine.outputs import EngineStats, RequestOutput, Update
 from peagle.engine.pending import OnUpdate, PendingCompletion, PendingRequest, find_end, find_end_in_text
 from peagle.errors import CapacityError, ConfigError, EngineDeadError, QueueFullError, RequestError
 from peagle.sampling_params import SamplingParams
-from peagle.scheduling.config import CPU_MAX_BATCH, GPU_MAX_BATCH, GPU_MAX_DELAY, MAX_CHUNKS, EngineConfig
+from peagle.scheduling.config import EngineConfig, SchedulerConfig
 from peagle.scheduling.pages import PagePool
 from peagle.scheduling.prefill_pace import PrefillPace
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Plan, Scheduler, SchedulerConfig
+from peagle.scheduling.scheduler import Plan, Scheduler
 from peagle.targets.hf import HFTarget
-from peagle.tokenizer import IncrementalDetokenizer, detokenize
+from peagle.tokenizer import IncrementalDetokenizer
 from peagle.worker.adjustments import check_edits
 from peagle.worker.captured_steps import Progress, StepTimes
 from peagle.worker.launch import Emission, Launch
@@ -59,19 +59,11 @@ class Engine:
         if drafter is not None and target.aux_layer_ids != drafter.config.aux_layer_ids:
             target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for this target since
         is_gpu = target.device.type == "cuda"
-        max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         self.max_length = check_max_length(config, target, is_gpu)
-        self.runner = Runner(target, drafter, num_draft_tokens, config, max_batch, self.max_length, progress)
+        limits = SchedulerConfig.of(config, self.max_length, is_gpu, has_drafter=drafter is not None)
+        self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
-        limits = SchedulerConfig(
-            max_batch,
-            self.max_length,
-            config.prefill_tokens,
-            MAX_CHUNKS - 1,
-            GPU_MAX_DELAY if is_gpu else 0,
-            has_drafter=self.drafter is not None,
-        )
         self.scheduler = Scheduler(limits, pages)
         self.pace = None if is_gpu else PrefillPace()
         self._pending: dict[str, PendingRequest] = {}
@@ -147,7 +139,7 @@ class Engine:
         if params.adjusts_logits or params.tolerance < 1:
             check_token_ids(params, self.target.vocab_size)
             check_edits(params, stop_ids)
-            self.runner.prepare_adjustments()
+            self.runner.uploads.prepare_adjustments()
         pending = PendingRequest(request_id, tuple(prompt_ids), params, time.perf_counter(), on_update, wants_text)
         for index in range(params.n):
             # A top_k beyond the vocabulary means all of it, and may not fit into the row's int32.
@@ -186,7 +178,7 @@ class Engine:
         self._stats.num_aborted += 1
         if pending.on_update is not None:
             for completion in unfinished:
-                metrics = self._metrics(pending) if completion is unfinished[-1] else None
+                metrics = pending.metrics(self.num_draft_tokens) if completion is unfinished[-1] else None
                 pending.on_update(Update(request_id, completion.index, (), (), 0, 0, None, "abort", metrics=metrics))
         return True
 
@@ -355,8 +347,7 @@ class Engine:
             request.draft_ids, request.draft_parents = emission.draft_ids, emission.draft_parents
         completion.texts += texts
         output = self._finish(completion, finish_reason) if finish_reason is not None else None
-        if completion.parent.on_update is not None:
-            self._notify(completion, emission, kept, texts, output)
+        completion.notify(emission, kept, texts, None if output is None else output.metrics)
 
     def _count_draft(self, completion: PendingCompletion, num_accepted: int, num_draft_tokens: int) -> None:
         completion.accepted.append(num_accepted)
@@ -364,34 +355,6 @@ class Engine:
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += num_draft_tokens
         self._num_drafts_by_accepted[num_accepted] += 1
-
-    def _notify(
-        self,
-        completion: PendingCompletion,
-        emission: Emission,
-        kept: list[int],
-        texts: list[str],
-        output: RequestOutput | None,
-    ) -> None:
-        logprobs = None if emission.logprobs is None else tuple(emission.logprobs[: len(kept)])
-        num_accepted = min(len(emission.token_ids) - 1, len(kept)) if emission.num_drafts else 0
-        update = Update(
-            completion.parent.request_id,
-            completion.index,
-            tuple(kept),
-            tuple(texts),
-            num_accepted,
-            emission.num_drafts,
-            logprobs,
-            completion.finish_reason,
-            emission.is_prefill,
-            None if output is None else output.metrics,
-            completion.parent.prompt_logprobs if not completion.has_update and completion.index == 0 else None,
-            emission.marks,
-        )
-        completion.has_update = True
-        assert completion.parent.on_update is not None, "checked by the caller"
-        completion.parent.on_update(update)
 
     def _finish(self, completion: PendingCompletion, finish_reason: FinishReason) -> RequestOutput | None:
         """Finish a completion; returns the output if it was the last one of its request."""
@@ -407,46 +370,11 @@ class Engine:
         self._stats.num_finished += 1
         self._stats.num_cached_tokens += pending.num_cached_tokens
         self._stats.num_prompt_tokens += len(pending.prompt_ids)
-        output = self._output(pending)
+        output = pending.output(self.target.tokenizer, self.num_draft_tokens)
         self._finished.append(output)
         if self.on_finished is not None:
             self.on_finished(output, pending.params)
         return output
-
-    def _output(self, pending: PendingRequest) -> RequestOutput:
-        completions = tuple(self._completion(completion) for completion in pending.completions)
-        return RequestOutput(
-            pending.request_id, pending.prompt_ids, completions, self._metrics(pending), pending.prompt_logprobs
-        )
-
-    def _metrics(self, pending: PendingRequest) -> RequestMetrics:
-        completions = pending.completions
-        accepted = [count for each in completions for count in each.accepted]
-        started = [each.request.started_at for each in completions if each.request.started_at is not None]
-        return RequestMetrics(
-            pending.arrived,
-            pending.first_token_at,
-            time.perf_counter(),
-            Acceptance.of(accepted, self.num_draft_tokens),
-            pending.num_cached_tokens,
-            sum(each.request.num_preemptions for each in completions),
-            min(started, default=None),
-            sum(each.num_draft_tokens for each in completions),
-            sum(each.num_tolerated_tokens for each in completions),
-            tuple(accepted),
-        )
-
-    def _completion(self, completion: PendingCompletion) -> Completion:
-        token_ids = completion.request.output_ids
-        if completion.stop_check is not None:
-            text = "".join(completion.texts)
-        elif not completion.parent.wants_text:
-            text = ""
-        else:
-            shown = token_ids[:-1] if token_ids and token_ids[-1] in completion.request.end_ids else token_ids
-            text = detokenize(self.target.tokenizer, shown)
-        logprobs = None if completion.request.params.logprobs is None else tuple(completion.logprobs)
-        return Completion(completion.index, text, tuple(token_ids), completion.finish_reason, logprobs)
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""

@@ -1,12 +1,20 @@
 """Unfinished requests of an engine: a caller's request, and the n completions it asked for."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.stopping import FinishReason, StopCheck
-from peagle.engine.outputs import Update
+from peagle.engine.outputs import Completion, RequestMetrics, RequestOutput, Update
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.request import Request, TokenLogprobs
+from peagle.tokenizer import detokenize
+from peagle.worker.launch import Emission
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OnUpdate = Callable[[Update], None]
 
@@ -31,6 +39,40 @@ class PendingCompletion:
     has_update: bool = False
     """whether its first update has been sent"""
     is_done: bool = False
+
+    def notify(self, emission: Emission, kept: list[int], texts: list[str], metrics: RequestMetrics | None) -> None:
+        """Tell the caller, if it asked for that, which tokens of an emission were added, and their text."""
+        parent = self.parent
+        if parent.on_update is None:
+            return
+        update = Update(
+            parent.request_id,
+            self.index,
+            tuple(kept),
+            tuple(texts),
+            min(len(emission.token_ids) - 1, len(kept)) if emission.num_drafts else 0,
+            emission.num_drafts,
+            None if emission.logprobs is None else tuple(emission.logprobs[: len(kept)]),
+            self.finish_reason,
+            emission.is_prefill,
+            metrics,
+            parent.prompt_logprobs if not self.has_update and self.index == 0 else None,
+            emission.marks,
+        )
+        self.has_update = True
+        parent.on_update(update)
+
+    def output(self, tokenizer: "PreTrainedTokenizerBase") -> Completion:
+        token_ids = self.request.output_ids
+        if self.stop_check is not None:
+            text = "".join(self.texts)
+        elif not self.parent.wants_text:
+            text = ""
+        else:
+            shown = token_ids[:-1] if token_ids and token_ids[-1] in self.request.end_ids else token_ids
+            text = detokenize(tokenizer, shown)
+        logprobs = None if self.request.params.logprobs is None else tuple(self.logprobs)
+        return Completion(self.index, text, tuple(token_ids), self.finish_reason, logprobs)
 
 
 @dataclass(eq=False)
@@ -58,6 +100,29 @@ class PendingRequest:
             return None
         scores = self.completions[0].request.prompt_scores
         return (None, *(scores[index] for index in range(1, len(self.prompt_ids))))
+
+    def metrics(self, num_draft_tokens: int) -> RequestMetrics:
+        """`num_draft_tokens` is the limit of the engine."""
+        completions = self.completions
+        accepted = [count for each in completions for count in each.accepted]
+        started = [each.request.started_at for each in completions if each.request.started_at is not None]
+        return RequestMetrics(
+            self.arrived,
+            self.first_token_at,
+            time.perf_counter(),
+            Acceptance.of(accepted, num_draft_tokens),
+            self.num_cached_tokens,
+            sum(each.request.num_preemptions for each in completions),
+            min(started, default=None),
+            sum(each.num_draft_tokens for each in completions),
+            sum(each.num_tolerated_tokens for each in completions),
+            tuple(accepted),
+        )
+
+    def output(self, tokenizer: "PreTrainedTokenizerBase", num_draft_tokens: int) -> RequestOutput:
+        completions = tuple(completion.output(tokenizer) for completion in self.completions)
+        metrics = self.metrics(num_draft_tokens)
+        return RequestOutput(self.request_id, self.prompt_ids, completions, metrics, self.prompt_logprobs)
 
 
 def find_end(tokens: list[int], request: Request) -> tuple[int, FinishReason | None]:

@@ -120,3 +120,33 @@ def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
     """
     sizes = sorted({max(prefill_tokens * sixteenths // 16, 1) for sixteenths in (1, 2, 4, 6, 8, 12, 16)})
     return tuple((size, max(MIN_CHUNKS, MAX_CHUNKS * size // prefill_tokens)) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one scheduler."""
+
+    max_batch: int
+    """requests that run at the same time, one row each"""
+    max_length: int
+    """maximum tokens per sequence, prompt plus output"""
+    prefill_tokens: int
+    """maximum prompt tokens per plan"""
+    max_chunks: int = 64
+    """maximum prompts per plan"""
+    max_delay: int = 0
+    """plans that a new request waits, at most, to share its prefill pass with others"""
+    has_drafter: bool = False
+    """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_length: int, is_gpu: bool, has_drafter: bool) -> "SchedulerConfig":
+        """The limits of an engine. One chunk of a pass is padding."""
+        max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
+        max_delay = GPU_MAX_DELAY if is_gpu else 0
+        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, has_drafter)
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

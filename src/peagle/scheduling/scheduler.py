@@ -52,7 +52,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from peagle.errors import CapacityError, ConfigError, RequestError
+from peagle.errors import CapacityError, RequestError
+from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import IntegrityError, PagePool
 from peagle.scheduling.request import Request
 
@@ -60,27 +61,6 @@ DECODES_PER_ADMISSION = 8
 """A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
 SCORED_TOKENS = 256
 """Prompt tokens per plan that need logits: these take far more memory than hidden states."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    max_batch: int
-    """requests that run at the same time, one row each"""
-    max_length: int
-    """maximum tokens per sequence, prompt plus output"""
-    prefill_tokens: int
-    """maximum prompt tokens per plan"""
-    max_chunks: int = 64
-    """maximum prompts per plan"""
-    max_delay: int = 0
-    """plans that a new request waits, at most, to share its prefill pass with others"""
-    has_drafter: bool = False
-    """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from peagle.cache import cache_directory
@@ -37,10 +36,11 @@ from peagle.worker.launch import Launch, Pass
 from peagle.worker.linear_layers import join_models, pack_models, repack
 from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
 from peagle.worker.prefill import Prefill
-from peagle.worker.row_state import HostRows, RowState
+from peagle.worker.row_state import RowState
 from peagle.worker.step import Step, run_eagerly
 from peagle.worker.step_costs import measure_step_costs
 from peagle.worker.transfers import Transfers
+from peagle.worker.uploads import Uploads
 from peagle.worker.verify_batch import draft_curve, num_drafts
 
 USUAL_CPU_BATCH = 4
@@ -56,8 +56,6 @@ class Runner:
     """None if passes run eagerly: on a CPU, with `eager`, and for targets that synchronize with the device"""
     budget: DraftBudget | None = None
     """chooses how many drafts to verify; None: all, or a fixed limit"""
-    adjustments: Adjustments | None = None
-    """tables for penalties, biases and grammars, allocated when a request first needs them"""
 
     def __init__(
         self,
@@ -94,10 +92,8 @@ class Runner:
                 self.paged_target, self.drafter, config, max_batch, pages_per_sequence, tree_nodes or num_draft_tokens
             )
             self.state = RowState.empty(max_batch, pages_per_sequence, num_draft_tokens, self.device, tree_nodes)
-            self.rows = HostRows(max_batch, pages_per_sequence)
             self._transfers = Transfers(self.device)
-            self._adjusted_rows: set[int] = set()
-            """rows whose adjustments are possibly not the defaults"""
+            self.uploads = Uploads(self.state, self._transfers, target.vocab_size)
             self._make_passes(compile or run_eagerly)
             self.capture_cost = CaptureCost(0, 0.0, 0)
             if is_gpu and not config.eager:
@@ -121,7 +117,7 @@ class Runner:
         if "kv_cache" in self.__dict__:
             self.kv_cache.target_memory.free()
             self.kv_cache.drafter_memory.free()
-        for name in ("kv_cache", "step", "plain_step", "prefill", "captured", "adjustments"):
+        for name in ("kv_cache", "step", "plain_step", "prefill", "captured", "uploads"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -165,10 +161,10 @@ class Runner:
             self.config.verify_tokens,
         )
         if self.config.capture_adjusted:
-            self.prepare_adjustments()
+            self.uploads.prepare_adjustments()
         try:
             self.capture_cost = captured.capture_all(
-                progress, self.adjustments if self.config.capture_adjusted else None
+                progress, self.uploads.adjustments if self.config.capture_adjusted else None
             )
         except CaptureError as error:
             kind = f"{type(self.target.model).__name__} in {str(self.target.dtype).removeprefix('torch.')}"
@@ -179,19 +175,6 @@ class Runner:
         if self.drafter is not None and self.config.verify_tokens is None:
             self.budget = DraftBudget(captured.decode_seconds(self.kv_cache.num_pages).__getitem__)
 
-    def prepare_adjustments(self) -> None:
-        """Allocate the tables for penalties, biases and grammars, if they do not exist yet."""
-        if self.adjustments is not None:
-            return
-        sizes = (self.max_batch, self.state.tokens.shape[1] - 1, self.target.vocab_size)
-        try:
-            self.adjustments = Adjustments.empty(*sizes, self.device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise CapacityError(
-                f"the GPU has no memory left for penalties and grammars: {str(error).splitlines()[0]}",
-                hint="lower --memory-share or --max-batch",
-            ) from error
-
     # Running plans ----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> Launch:
@@ -201,7 +184,7 @@ class Runner:
         """
         launch = Launch([])
         with self._inference():
-            self._upload(plan)
+            self.uploads.send(plan)
             launch.started = self._event()
             started = time.perf_counter()
             draft = self._prefill(plan, launch) if plan.chunks else None
@@ -238,56 +221,6 @@ class Runner:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _upload(self, plan: Plan) -> None:
-        """Send the settings of new requests and the page tables that changed."""
-        for chunk in plan.chunks:
-            self.rows.write_settings(chunk.request)
-            self.rows.write_pages(chunk.request)
-            if chunk.is_last:
-                self._upload_adjustments(chunk.request)
-                self._upload_grammar(chunk.request)
-        for request in plan.grown:
-            if request.is_running:
-                self.rows.write_pages(request)
-        if plan.chunks:
-            for name in HostRows.SETTINGS:
-                self._transfers.send(getattr(self.rows, name), getattr(self.state, name))
-        if plan.chunks or plan.grown:
-            self._transfers.send(self.rows.page_table, self.state.page_table)
-        for request in plan.decodes:
-            if request.guide is not None:
-                self._upload_grammar(request)
-
-    def _upload_adjustments(self, request: Request) -> None:
-        """Send the adjustments of a request, or reset its row if an earlier request left some."""
-        assert request.row is not None, "the request is running"
-        if not request.adjusts and request.row not in self._adjusted_rows:
-            return
-        assert self.adjustments is not None, "allocated when the request was added"
-        self._adjusted_rows.add(request.row)  # first, so that a row half written is known after an error
-        self.adjustments.write_request(request)
-        if not request.adjusts:
-            self._adjusted_rows.discard(request.row)
-
-    def _upload_grammar(self, request: Request) -> None:
-        """Send the tokens that a request's grammar allows in its next pass, and the drafts that it leaves or forces."""
-        if request.guide is None:
-            return
-        adjustments, state, row = self.adjustments, self.state, request.row
-        assert adjustments is not None and row is not None, "allocated when the request was added"
-        allowed_LW = np.empty(adjustments.allowed.shape[1:], np.int32)
-        drafts = request.guide.plan(request.draft_ids, request.draft_parents, request.num_draft_tokens, allowed_LW)
-        adjustments.write(adjustments.allowed[row], allowed_LW)
-        if not request.draft_ids:  # a prefill pass
-            return
-        num_kept = len(drafts)
-        adjustments.write(state.tokens[row, 1 : 1 + num_kept], np.array(drafts.token_ids, np.int64))
-        confidence = np.where(np.arange(len(state.confidence[row])) < num_kept, 0, -np.inf)
-        adjustments.write(state.confidence[row], confidence.astype(np.float32))
-        if state.is_tree:
-            for name, values in (("parent", drafts.parents), ("depth", drafts.depths), ("ancestors", drafts.ancestors)):
-                adjustments.write(getattr(state, name)[row, : 1 + num_kept], np.array(values, np.int64))
 
     def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None] | None:
         """Run the first half of a prefill pass, and return the second."""
@@ -351,10 +284,7 @@ class Runner:
         num_paused = sum(request.is_paused for request in requests)
         choice = self.budget.choose(size, len(requests), len(drafting), num_paused, self._known_drafts(drafting))
         if choice.num_tokens == size:
-            for request in drafting:
-                request.is_paused = True
-                self.rows.max_draft[request.row] = 0
-            self._transfers.send(self.rows.max_draft, self.state.max_draft)
+            self.uploads.pause(drafting)
             return choice
         return choice._replace(num_tokens=self._fewest_tokens(requests, choice.num_tokens))
 
@@ -389,7 +319,7 @@ class Runner:
 
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""
-        return self.adjustments if any(request.adjusts for request in requests) else None
+        return self.uploads.adjustments if any(request.adjusts for request in requests) else None
 
     def _fetch_drafts(self, made: Pass) -> None:
         """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
