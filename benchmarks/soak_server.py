@@ -3,11 +3,11 @@
     python benchmarks/soak_server.py [--minutes 20] [--clients 12] [--log serve.log] [-- OPTIONS OF peagle serve]
 
 Clients chat with and without streams, ask for JSON by a schema, opt out of drafting, send long prompts, vanish before
-or within the answer, close their side of the connection after the request, and send hostile bodies. Each accepted
-request must end with an answer or an error that says why. At the end a SIGTERM meets open streams. The report has the
-outcomes by kind, the KV cache still in use, the memory of the process at the start, in the middle and at the end, the
-longest gap between two chunks of a stream, and the seconds from SIGTERM to the exit. The exit status is 1 if a request
-was lost, or something was left behind.
+or within the answer, close their side of the connection after the request, swap the drafter for a worse one and back,
+and send hostile bodies. Each accepted request must end with an answer or an error that says why. At the end a SIGTERM
+meets open streams. The report has the outcomes by kind, the KV cache still in use, the memory of the process at the
+start, in the middle and at the end, the longest gap between two chunks of a stream, and the seconds from SIGTERM to the
+exit. The exit status is 1 if a request was lost, or something was left behind.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -25,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors.torch import load_file, save_file
+
+import peagle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTIONS = ("Name three rivers.", "Write a haiku about rain.", "Explain a binary search.", "What is 12 times 12?")
@@ -59,6 +64,9 @@ HOSTILE: list[Any] = [
     {"messages": [{"role": "user", "content": "x"}], "logit_bias": {str(each): 1 for each in range(50_000)}},
 ]
 MAX_ERROR_BYTES = 4096
+MISFIT = "eagle3"
+DRAFTERS = ("p-eagle", "worse", MISFIT)
+"""The shipped drafter, the same with half of a projection, and one of another kind, which must be refused."""
 NUM_AT_THE_END = 4
 
 
@@ -81,6 +89,7 @@ class Soak:
             "several answers": lambda: self.ask(COMPLETIONS, {"prompt": list(QUESTIONS), "n": 2, "max_tokens": 8}),
             "vanishing": self.vanish,
             "half-closed": self.half_close,
+            "swap": self.swap,
             "hostile": self.attack,
         }
 
@@ -169,6 +178,14 @@ class Soak:
             return refusal(int(head.split(b" ")[1]), content) if head else "lost: no answer"
         is_whole = b"data: [DONE]" in content if is_stream else b'"finish_reason":"' in content
         return "answered" if is_whole else f"lost: {content[-200:]!r}"
+
+    async def swap(self) -> str:
+        name = self.random.choice(DRAFTERS)
+        response = await self.http.post("/v1/drafter", json={"drafter": name})
+        if response.status_code != 200:
+            outcome = refusal(response.status_code, response.content)
+            return outcome if name == MISFIT else f"lost: {name} is {outcome}"
+        return "lost: a drafter that does not fit was taken" if name == MISFIT else "swapped"
 
     async def attack(self) -> str:
         body = self.random.choice(HOSTILE)
@@ -267,6 +284,17 @@ async def soak(arguments: argparse.Namespace, process: "subprocess.Popen[bytes]"
     return int(bool(clients.faults or any(held.values()) or status))
 
 
+def write_drafters(directory: Path) -> None:
+    assets = Path(peagle.__file__).parent / "assets"
+    for name in DRAFTERS:
+        kind = MISFIT if name == MISFIT else "p-eagle"
+        shutil.copytree(assets / f"smollm2-135m-instruct-{kind}", directory / name)
+    weights = directory / "worse" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["fc.weight"] /= 2
+    save_file(tensors, weights)
+
+
 def main() -> int:
     own, _, options = " ".join(sys.argv[1:]).partition("-- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -275,8 +303,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("soak_server.log"), help="the server's stderr")
     arguments = parser.parse_args(own.split())
-    command = [sys.executable, "-m", "peagle", "serve", "--port", "0", "--device", "cpu", *options.split()]
-    with arguments.log.open("wb") as log:
+    with tempfile.TemporaryDirectory() as drafters, arguments.log.open("wb") as log:
+        write_drafters(Path(drafters))
+        served = ["--port", "0", "--device", "cpu", "--swap-from", drafters]
+        command = [sys.executable, "-m", "peagle", "serve", *served, *options.split()]
         process = subprocess.Popen(command, stderr=log)
         try:
             return asyncio.run(soak(arguments, process))
