@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from peagle.compare import acceptance
+
 RECIPE = "num_layers = 1\nnum_draft_tokens = 3\nmax_length = 48\nbatch_size = 4\nnum_steps = 4\nlog_every = 2\n"
 
 
@@ -25,7 +27,10 @@ def losses(output):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_drafter_of_one_and_only_the_first_talks(peagle, arguments, tmp_path):
+def test_two_processes_make_the_drafter_of_one_and_only_the_first_talks(peagle, arguments, tmp_path, monkeypatch):
+    # As in the processes, which tests cannot patch.
+    monkeypatch.setattr(acceptance, "TRAINING_PROMPTS", 8)
+    monkeypatch.setattr(acceptance, "TRAINING_MAX_TOKENS", 32)
     assert peagle(*arguments, "--output", str(tmp_path / "one")).status == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "peagle", *arguments]
     result = subprocess.run(
