@@ -68,6 +68,22 @@ def test_weights_are_rounded_to_bfloat16_as_torch_rounds_them_ties_included() ->
     assert (exact_OI != blocks.weight()).any(), "some were rounded"
 
 
+def test_every_significand_is_rounded_to_bfloat16_as_torch_rounds_it() -> None:
+    def write(b: jit.Builder) -> None:
+        values, num_vectors = b.address(0), b.number(1)
+        with b.loop(*b.share(num_vectors)) as index:
+            place = b.ir.mul(index, b.integer(b.lanes))
+            b.store_vector(products._to_bfloat16(b, b.load_vector(values, place, b.float)), values, place)
+
+    kernel = jit.compile_kernel("test-rounding", write, products.lanes())
+    for exponent in (1, 100, 127, 200):
+        bits = (exponent << 23) + torch.arange(2**23, dtype=torch.int32)
+        for values in (bits.view(torch.float32), -bits.view(torch.float32)):
+            expected = values.bfloat16().float()
+            jit.Calls([jit.call(kernel, values, len(values) // products.lanes())]).run()
+            assert torch.equal(values, expected)
+
+
 @pytest.mark.parametrize(
     ("weight_OI", "reason"),
     [

@@ -1,7 +1,7 @@
 """Compile kernels with llvmlite, and run them on torch's own OpenMP threads.
 
 A kernel is a function `void(i64 *arguments)`, written with `Builder`. All threads call it, and each takes its share of
-the work (`Builder.share`). `run` executes a list of kernels in one parallel region, with a barrier after each.
+the work (`Builder.share`). `run` executes a list of kernels in one parallel region, with a barrier between them.
 
 Vectors may be wider than the machine's registers: LLVM splits them.
 """
@@ -80,7 +80,7 @@ class Calls:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = list(calls)
         entries = [number for each in calls for number in (each.kernel, ctypes.addressof(each.arguments))]
-        self._list = (ctypes.c_int64 * (1 + len(entries)))(len(calls), *entries)
+        self._list = (ctypes.c_int64 * (3 + len(entries)))(len(calls), 0, 0, *entries)
         self._address = ctypes.addressof(self._list)
 
     def run(self) -> None:
@@ -101,8 +101,9 @@ def _openmp() -> ctypes.CDLL:
 def _machine() -> Any:
     """LLVM's description of this CPU."""
     llvm.initialize_native_target()
+    llvm.initialize_native_asmparser()
     llvm.initialize_native_asmprinter()
-    for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
+    for name in ("omp_get_thread_num", "omp_get_num_threads"):
         llvm.add_symbol(name, ctypes.cast(getattr(_openmp(), name), ctypes.c_void_p).value)
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
@@ -165,37 +166,74 @@ def _compiler_key() -> str:
     return digest.hexdigest()[:16]
 
 
+_PAUSE = {"x86_64": "pause", "aarch64": "yield"}
+_SPINS = 1000
+"""pauses of a thread that waits for the others; then it yields its core to whoever wants it"""
+
+
 @cache
 def _driver() -> int:
-    """Runs a list, [number of calls, kernel, arguments, kernel, arguments, ...], with a barrier after each call."""
+    """Runs a list, [number of calls, two numbers of the barrier, kernel, arguments, kernel, arguments, ...].
+
+    Between two calls all threads wait for each other. They wait for microseconds, too short to sleep: OpenMP's own
+    barrier sleeps at once with OMP_WAIT_POLICY=passive, and waking up takes longer than most kernels.
+    """
     return _compile(
         "driver",
-        lambda: (
-            """
-        declare void @GOMP_barrier()
-        define void @kernel(ptr %list) {
+        lambda: f"""
+        declare i32 @omp_get_num_threads()
+        declare i32 @sched_yield()
+        define void @kernel(ptr %list) {{
         entry:
           %length = load i64, ptr %list
+          %num_arrived = getelementptr i64, ptr %list, i64 1
+          %num_passed = getelementptr i64, ptr %list, i64 2
+          %threads = call i32 @omp_get_num_threads()
+          %num_threads = sext i32 %threads to i64
           br label %call
         call:
-          %index = phi i64 [0, %entry], [%next, %call]
-          %place = shl i64 %index, 1
-          %kernel_place = add i64 %place, 1
+          %index = phi i64 [0, %entry], [%next, %open], [%next, %wait]
+          %offset = shl i64 %index, 1
+          %kernel_place = add i64 %offset, 3
           %kernel_entry = getelementptr i64, ptr %list, i64 %kernel_place
           %kernel = load ptr, ptr %kernel_entry
-          %arguments_place = add i64 %place, 2
+          %arguments_place = add i64 %offset, 4
           %arguments_entry = getelementptr i64, ptr %list, i64 %arguments_place
           %arguments = load ptr, ptr %arguments_entry
           call void %kernel(ptr %arguments)
-          call void @GOMP_barrier()
           %next = add i64 %index, 1
           %is_done = icmp eq i64 %next, %length
-          br i1 %is_done, label %end, label %call
+          br i1 %is_done, label %end, label %arrive
+        arrive:
+          %passed = load atomic i64, ptr %num_passed acquire, align 8
+          %arrived = atomicrmw add ptr %num_arrived, i64 1 acq_rel
+          %others = add i64 %arrived, 1
+          %is_last = icmp eq i64 %others, %num_threads
+          br i1 %is_last, label %open, label %wait
+        open:
+          store atomic i64 0, ptr %num_arrived monotonic, align 8
+          %now_passed = add i64 %passed, 1
+          store atomic i64 %now_passed, ptr %num_passed release, align 8
+          br label %call
+        wait:
+          %turn = phi i64 [0, %arrive], [%next_turn, %spin], [%next_turn, %yield]
+          %next_turn = add i64 %turn, 1
+          %seen = load atomic i64, ptr %num_passed acquire, align 8
+          %is_open = icmp ne i64 %seen, %passed
+          br i1 %is_open, label %call, label %again
+        again:
+          %is_short = icmp ult i64 %turn, {_SPINS}
+          br i1 %is_short, label %spin, label %yield
+        spin:
+          call void asm sideeffect "{_PAUSE[platform.machine()]}", ""()
+          br label %wait
+        yield:
+          call i32 @sched_yield()
+          br label %wait
         end:
           ret void
-        }
-        """
-        ),
+        }}
+        """,
     )
 
 

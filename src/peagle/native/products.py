@@ -155,8 +155,8 @@ def _tile(num_rows: int) -> int:
 
 def _blocks_per_step(tile: int, num_blocks: int) -> int:
     """Blocks computed at once: several for few rows, whose sums alone would wait for each other."""
-    most = {1: 4, 2: 2, 3: 2, 4: 2}.get(tile, 1)
-    return max(number for number in (1, 2, 4) if number <= most and num_blocks % number == 0)
+    num_sums = 16 if jit.has_wide_registers() else 8
+    return max(number for number in (1, 2, 4) if number == 1 or (number * tile <= num_sums and num_blocks % number == 0))
 
 
 @cache
@@ -238,8 +238,10 @@ def _offset(b: Builder, block: Any, num_columns: Any, column: Any) -> Any:
 
 
 def _to_bfloat16(b: Builder, value: Any) -> Any:
-    """Round to the nearest bfloat16, ties to even."""
-    bits = b.ir.bitcast(value, b.ints)
-    odd = b.ir.and_(b.ir.lshr(bits, b.splat(16)), b.splat(1))
-    rounded = b.ir.add(b.ir.add(bits, odd), b.splat(0x7FFF))
-    return b.ir.bitcast(b.ir.and_(rounded, b.splat(-0x10000)), b.floats)
+    """Round to the nearest bfloat16, ties to even.
+
+    (2^16 - 1) x is rounded in the last place of the bfloat16 number; 2^16 x minus that is the number, exactly. Tested
+    for every significand.
+    """
+    below = b.fma(value, b.splat(65536.0), b.ir.fneg(value))
+    return b.fma(value, b.splat(65536.0), b.ir.fneg(below))
