@@ -100,3 +100,42 @@ def test_rotation_and_attention_are_those_of_paged_attention(
 def rotated(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
     first, second = x_NHE.chunk(2, dim=-1)
     return x_NHE * cos_NE[:, None] + torch.cat([-second, first], dim=-1) * sin_NE[:, None]
+
+
+def test_a_query_attends_the_same_whether_keys_are_older_or_new() -> None:
+    """Bit for bit, so that drafts do not change the target's logits; keys before the pass are read in blocks."""
+    draw = torch.Generator().manual_seed(0)
+    context, num_rows, page_size = 70, 7, 32
+    keys, values = (torch.randn(5, page_size, NUM_GROUPS, WIDTH, generator=draw) for _ in range(2))
+    qkv = torch.randn(num_rows, (NUM_HEADS + 2 * NUM_GROUPS) * WIDTH, generator=draw)
+    table_BP = torch.tensor([[3, 1, 4]], dtype=torch.int32)
+
+    def attended(first: int, number: int) -> Tensor:
+        rows = PagedRows(
+            table_BP,
+            torch.tensor([0, number]),
+            torch.tensor([context + first]),
+            torch.arange(number),
+            torch.empty(number, 0),
+        )
+        host = on_host(rows).host
+        assert host is not None
+        table, _, row_table = host.for_kernels(rows, number)
+        own_qkv, result = qkv[first : first + number].contiguous(), torch.empty(number, NUM_HEADS * WIDTH)
+        scores = torch.empty(torch.get_num_threads(), 128)
+        call = attention_call(own_qkv, result, number, scale=0.3, window=0, first_key=0, **HEADS)
+        call.arguments[1:6] = [each.data_ptr() for each in (keys, values, table, row_table, scores)]
+        call.arguments[6:9] = [scores.shape[1], 3, page_size]
+        run(call)
+        return result
+
+    whole = attended(0, num_rows)
+    for row in range(num_rows):
+        assert torch.equal(attended(row, 1)[0], whole[row])
+    cells = table_BP[0].long().repeat_interleave(page_size) * page_size + torch.arange(page_size).repeat(3)
+    own = [each.flatten(0, 1)[cells[: context + num_rows]] for each in (keys, values)]
+    key_GTE, value_GTE = (each.transpose(0, 1).repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=0) for each in own)
+    query_HNE = qkv[:, : NUM_HEADS * WIDTH].view(num_rows, NUM_HEADS, WIDTH).transpose(0, 1)
+    is_seen = torch.ones(num_rows, context + num_rows, dtype=torch.bool).tril(context)
+    expected = functional.scaled_dot_product_attention(query_HNE, key_GTE, value_GTE, is_seen, scale=0.3)
+    torch.testing.assert_close(whole, expected.transpose(0, 1).flatten(1), rtol=1e-5, atol=2e-6)

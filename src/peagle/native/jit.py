@@ -180,7 +180,8 @@ def _driver() -> int:
     """
     return _compile(
         "driver",
-        lambda: f"""
+        lambda: (
+            f"""
         declare i32 @omp_get_num_threads()
         declare i32 @sched_yield()
         define void @kernel(ptr %list) {{
@@ -233,7 +234,8 @@ def _driver() -> int:
         end:
           ret void
         }}
-        """,
+        """
+        ),
     )
 
 
@@ -370,5 +372,51 @@ class Builder:
         """The largest lane."""
         return self._reduced("fmax", value)
 
+    def sums(self, vectors: Sequence[Callable[[], Any]]) -> Any:
+        """A vector whose lane k is the sum of the lanes of `vectors[k]()`; cheaper than one sum for each.
+
+        With fewer vectors than lanes, the lanes k, k + len(vectors), ... are left of the k-th.
+        """
+        if len(vectors) == 1:
+            return vectors[0]()
+        half = len(vectors) // 2
+        return self._half_summed(self.sums(vectors[:half]), self.sums(vectors[half:]), half)
+
+    def sum_as_in_sums(self, value: Any) -> Any:
+        """The sum of the lanes, added in the same order as by `sums`."""
+        number = 1
+        while number < self.lanes:
+            value, number = self._half_summed(value, value, number), 2 * number
+        return self.ir.extract_element(value, ir.Constant(self.i32, 0))
+
+    def _half_summed(self, one: Any, other: Any, number: int) -> Any:
+        """Two vectors in one, with half of the lanes of each: those that belong together are added in pairs.
+
+        Both hold `number` sums in turn. The first additions stay within groups of four lanes: such shuffles cost least.
+        """
+        group = min(4, self.lanes) if number < 4 else self.lanes
+        halves = [
+            [
+                start + source + part * number + each
+                for start in range(0, self.lanes, group)
+                for part in range(first, first + group // (2 * number))
+                for source in (0, self.lanes)
+                for each in range(number)
+            ]
+            for first in (0, group // (2 * number))
+        ]
+        return self.ir.fadd(
+            *(
+                self.ir.shuffle_vector(one, other, ir.Constant(ir.VectorType(self.i32, self.lanes), half))
+                for half in halves
+            )
+        )
+
     def larger(self, a: Any, b: Any) -> Any:
         return self.ir.select(self.ir.fcmp_ordered(">", a, b), a, b)
+
+    def larger_integer(self, a: Any, b: Any) -> Any:
+        return self.ir.select(self.ir.icmp_signed(">", a, b), a, b)
+
+    def smaller_integer(self, a: Any, b: Any) -> Any:
+        return self.ir.select(self.ir.icmp_signed("<", a, b), a, b)

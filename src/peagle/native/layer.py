@@ -16,6 +16,7 @@ from peagle.kernels.joined_linear import JoinedPart, gate_activation
 from peagle.native.jit import Calls
 from peagle.native.layer_kernels import (
     LANES,
+    MAX_LANES,
     MAX_ROWS,
     attention_call,
     gate_call,
@@ -146,7 +147,7 @@ class _Pass:
         y, (cos, sin), (keys, values) = torch.empty_like(x), rotary, pages
         page_size, (table, cells, row_table) = keys.shape[1], rows.host.for_kernels(rows, self._num_rows)
         cos, sin = cos.contiguous(), sin.contiguous()
-        scores = self._layer.workspace.buffer("scores", torch.get_num_threads(), table.shape[1] * page_size + LANES)
+        scores = self._layer.workspace.buffer("scores", torch.get_num_threads(), table.shape[1] * page_size + MAX_LANES)
         key_address, value_address = keys.data_ptr(), values.data_ptr()
         if self._norm is not None:
             self._norm.arguments[0] = x.data_ptr()

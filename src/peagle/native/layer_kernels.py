@@ -8,14 +8,15 @@ Shapes: N rows, D model width, H query and G key-value heads, E head width, F ML
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from peagle.native.jit import Builder, Call, call, compile_kernel
+from peagle.native.jit import Builder, Call, call, compile_kernel, has_wide_registers
 
 LANES = 8
+MAX_LANES = 16
 MAX_ROWS = 64
 """rows of a pass: the rows that a row sees among the new ones are the bits of an int64"""
 
@@ -151,7 +152,8 @@ def attention_call(
 @cache
 def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
     group_size, cell_width = num_heads // num_groups, num_groups * width
-    columns = range(0, width, LANES)
+    lanes = MAX_LANES if has_wide_registers() and width % MAX_LANES == 0 else LANES
+    columns = range(0, width, lanes)
 
     def write(b: Builder) -> None:
         qkv, keys, values, table, row_table, all_scores = (b.address(index) for index in range(6))
@@ -160,7 +162,6 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
         scale = b.floating(13)
         scores = b.place(all_scores, b.ir.mul(b.thread(), scores_width), b.float)
         sums = [b.variable(b.floats, b.splat(0.0)) for _ in columns]
-        largest, total = b.variable(b.floats, b.splat(0.0)), b.variable(b.floats, b.splat(0.0))
         first, end = b.share(b.ir.mul(rows, b.integer(num_heads)))
         with b.loop(first, end) as unit:
             row, head = b.ir.udiv(unit, b.integer(num_heads)), b.ir.urem(unit, b.integer(num_heads))
@@ -177,64 +178,89 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
                 b.ir.mul(row, b.integer((num_heads + 2 * num_groups) * width)), b.ir.mul(head, b.integer(width))
             )
             query = [b.load_vector(qkv, b.ir.add(query_place, b.integer(column)), b.float) for column in columns]
+            pages = _Pages(table, b.ir.mul(line, table_width), page_size)
 
-            def each_key() -> Any:
-                return _each_key(b, table, b.ir.mul(line, table_width), page_size, start, num_keys)
-
-            # Scores of all keys; -inf for new rows that this row does not see.
-            with each_key() as (key, cell):
-                place = b.ir.add(b.ir.mul(cell, b.integer(cell_width)), head_place)
-                product = b.splat(0.0)
+            def products(cell: Any) -> Any:
+                """Query times key, to be summed over the lanes."""
+                place, product = b.ir.add(b.ir.mul(cell, b.integer(cell_width)), head_place), b.splat(0.0)
                 for column, part in zip(columns, query, strict=True):
                     product = b.fma(part, b.load_vector(keys, b.ir.add(place, b.integer(column)), b.float), product)
-                score = b.ir.fmul(b.sum(product), scale)
-                new = b.ir.sub(key, context)
-                bit = b.ir.and_(b.ir.lshr(seen, b.ir.and_(new, b.integer(63))), b.integer(1))
-                is_seen = b.ir.or_(b.ir.icmp_signed("<", new, b.integer(0)), b.ir.icmp_signed("==", bit, b.integer(1)))
-                score = b.ir.select(is_seen, score, b.constant(-math.inf))
-                b.ir.store(score, b.place(scores, b.ir.sub(key, start), b.float))
-            num_scores = b.ir.sub(num_keys, start)
-            b.store_vector(b.splat(-math.inf), scores, num_scores)
-            # Softmax, without the division.
-            b.set(largest, b.splat(-math.inf))
-            with b.loop(b.integer(0), num_scores, LANES) as place:
-                b.set(largest, b.larger(b.load_vector(scores, place, b.float), b.get(largest)))
-            most = b.spread(b.max(b.get(largest)))
-            b.set(total, b.splat(0.0))
-            with b.loop(b.integer(0), num_scores, LANES) as place:
-                weight = exponential(b, b.ir.fsub(b.load_vector(scores, place, b.float), most))
-                b.set(total, b.ir.fadd(b.get(total), weight))
-                b.store_vector(weight, scores, place)
+                return product
+
+            # Scores of the keys before the pass, `lanes` at a time, then of the others; -inf for new rows that this row
+            # does not see. A key has the same score both ways.
+            with _each_page(b, pages, start, num_keys) as (first_key_of_page, last_key, offset):
+                num_past = b.ir.sub(b.smaller_integer(context, last_key), first_key_of_page)
+                num_blocks = b.ir.sdiv(num_past, b.integer(lanes))
+                num_in_blocks = b.ir.mul(b.larger_integer(num_blocks, b.integer(0)), b.integer(lanes))
+                rest = b.ir.add(first_key_of_page, num_in_blocks)
+                with b.loop(first_key_of_page, rest, lanes) as key:
+                    cells = [b.ir.add(b.ir.add(key, offset), b.integer(each)) for each in range(lanes)]
+                    block = b.ir.fmul(b.sums([partial(products, cell) for cell in cells]), b.spread(scale))
+                    b.store_vector(block, scores, b.ir.sub(key, start))
+                with b.loop(rest, last_key) as key:
+                    score = b.ir.fmul(b.sum_as_in_sums(products(b.ir.add(key, offset))), scale)
+                    new = b.ir.sub(key, context)
+                    bit = b.ir.and_(b.ir.lshr(seen, b.ir.and_(new, b.integer(63))), b.integer(1))
+                    is_past, is_seen = (
+                        b.ir.icmp_signed("<", new, b.integer(0)),
+                        b.ir.icmp_signed("==", bit, b.integer(1)),
+                    )
+                    score = b.ir.select(b.ir.or_(is_past, is_seen), score, b.constant(-math.inf))
+                    b.ir.store(score, b.place(scores, b.ir.sub(key, start), b.float))
+            total = _softmax(b, scores, b.ir.sub(num_keys, start))
             # The weighted sum of the values.
             for each in sums:
                 b.set(each, b.splat(0.0))
-            with each_key() as (key, cell):
-                place = b.ir.add(b.ir.mul(cell, b.integer(cell_width)), head_place)
-                weight = b.spread(b.load(scores, b.ir.sub(key, start), b.float))
-                for column, each in zip(columns, sums, strict=True):
-                    value = b.load_vector(values, b.ir.add(place, b.integer(column)), b.float)
-                    b.set(each, b.fma(weight, value, b.get(each)))
-            divisor = b.spread(b.sum(b.get(total)))
+            with _each_page(b, pages, start, num_keys) as (first_key_of_page, last_key, offset):
+                with b.loop(first_key_of_page, last_key) as key:
+                    place = b.ir.add(b.ir.mul(b.ir.add(key, offset), b.integer(cell_width)), head_place)
+                    weight = b.spread(b.load(scores, b.ir.sub(key, start), b.float))
+                    for column, each in zip(columns, sums, strict=True):
+                        value = b.load_vector(values, b.ir.add(place, b.integer(column)), b.float)
+                        b.set(each, b.fma(weight, value, b.get(each)))
             out = b.ir.add(b.ir.mul(row, b.integer(num_heads * width)), b.ir.mul(head, b.integer(width)))
             for column, each in zip(columns, sums, strict=True):
-                b.store_vector(b.ir.fdiv(b.get(each), divisor), attended, b.ir.add(out, b.integer(column)))
+                b.store_vector(b.ir.fdiv(b.get(each), total), attended, b.ir.add(out, b.integer(column)))
 
-    return compile_kernel(f"attention-{num_heads}-{num_groups}-{width}", write, LANES)
+    return compile_kernel(f"attention-{num_heads}-{num_groups}-{width}", write, lanes)
+
+
+def _softmax(b: Builder, scores: Any, num_scores: Any) -> Any:
+    """Replace the scores by the numerators of their softmax; returns the denominator in every lane."""
+    largest, total = b.variable(b.floats, b.splat(0.0)), b.variable(b.floats, b.splat(0.0))
+    b.store_vector(b.splat(-math.inf), scores, num_scores)
+    b.set(largest, b.splat(-math.inf))
+    with b.loop(b.integer(0), num_scores, b.lanes) as place:
+        b.set(largest, b.larger(b.load_vector(scores, place, b.float), b.get(largest)))
+    most = b.spread(b.max(b.get(largest)))
+    b.set(total, b.splat(0.0))
+    with b.loop(b.integer(0), num_scores, b.lanes) as place:
+        weight = exponential(b, b.ir.fsub(b.load_vector(scores, place, b.float), most))
+        b.set(total, b.ir.fadd(b.get(total), weight))
+        b.store_vector(weight, scores, place)
+    return b.spread(b.sum(b.get(total)))
+
+
+class _Pages(NamedTuple):
+    """The pages of a sequence: `table` from `line` on."""
+
+    table: Any
+    line: Any
+    page_size: Any
 
 
 @contextmanager
-def _each_key(b: Builder, table: Any, line: Any, page_size: Any, start: Any, end: Any) -> Iterator[tuple[Any, Any]]:
-    """Loop over the keys from `start` to `end`, page by page, with the cell of each."""
+def _each_page(b: Builder, pages: _Pages, start: Any, end: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Loop over the pages of the keys from `start` to `end`: the first key, the last, and what makes a key a cell."""
+    page_size = pages.page_size
     last_page = b.ir.udiv(b.ir.sub(end, b.integer(1)), page_size)
     with b.loop(b.ir.udiv(start, page_size), b.ir.add(last_page, b.integer(1))) as page:
         page_start = b.ir.mul(page, page_size)
-        page_end = b.ir.add(page_start, page_size)
-        first = b.ir.select(b.ir.icmp_signed(">", start, page_start), start, page_start)
-        last = b.ir.select(b.ir.icmp_signed("<", end, page_end), end, page_end)
-        number = b.ir.sext(b.load(table, b.ir.add(line, page), b.i32), b.i64)
-        offset = b.ir.sub(b.ir.mul(number, page_size), page_start)
-        with b.loop(first, last) as key:
-            yield key, b.ir.add(key, offset)
+        first = b.larger_integer(start, page_start)
+        last = b.smaller_integer(end, b.ir.add(page_start, page_size))
+        number = b.ir.sext(b.load(pages.table, b.ir.add(pages.line, page), b.i32), b.i64)
+        yield first, last, b.ir.sub(b.ir.mul(number, page_size), page_start)
 
 
 def exponential(b: Builder, x: Any) -> Any:

@@ -156,7 +156,9 @@ def _tile(num_rows: int) -> int:
 def _blocks_per_step(tile: int, num_blocks: int) -> int:
     """Blocks computed at once: several for few rows, whose sums alone would wait for each other."""
     num_sums = 16 if jit.has_wide_registers() else 8
-    return max(number for number in (1, 2, 4) if number == 1 or (number * tile <= num_sums and num_blocks % number == 0))
+    return max(
+        number for number in (1, 2, 4) if number == 1 or (number * tile <= num_sums and num_blocks % number == 0)
+    )
 
 
 @cache
