@@ -157,6 +157,24 @@ def serve(budget: DraftBudget, curve: DraftCurve, num_requests: int, num_steps: 
     return drafted
 
 
+def test_with_trials_each_request_drafts_a_few_steps_and_the_verdict_follows_it() -> None:
+    """Hard texts, then easy ones: the first easy request drafts to its end, where probes would come much later."""
+    budget = DraftBudget({1: DEAR}.__getitem__, trial_steps=16)
+    drafted = []
+    for curve in (UNLIKELY, UNLIKELY, LIKELY, LIKELY, UNLIKELY):
+        drafted.append(0)
+        for step in range(50):
+            choice = budget.choose(1, 1, 1, drafts=curve, num_on_trial=step < 16)
+            if not choice.pays and step >= 16:
+                assert choice.num_tokens == 1
+                break
+            assert choice.num_tokens > 1
+            budget.observe_accepted(round(choice.num_expected or 0), choice)
+            budget.observe(curve, num_requests=1)
+            drafted[-1] += 1
+    assert drafted[:4] == [16, 16, 50, 50] and 16 < drafted[4] < 50
+
+
 def clock_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr("peagle.scheduling.draft_budget.time.monotonic", lambda: now[0])

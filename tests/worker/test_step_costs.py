@@ -113,7 +113,7 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
 ) -> None:
     expected = reference(target, PROMPTS[0])
     costs_of(monkeypatch, {1: 1.0, 2: 2.0}, draft=9.0)
-    monkeypatch.setattr("peagle.scheduling.draft_budget.WARM_UP", 4)
+    monkeypatch.setattr("peagle.worker.runner.TRIAL_STEPS", 4)
     with caplog.at_level("INFO", logger="peagle"), LLM(target, drafter, page_size=8) as llm:
         assert list(llm.generate(PROMPTS[0], PARAMS)[0].outputs[0].token_ids) == expected
         stats = llm.engine.stats()

@@ -12,6 +12,10 @@ On a GPU the host chooses before it has seen the drafts, so it takes their avera
 verifies more drafts in steps where the drafter is sure, and fewer where it is not: a further draft must bring tokens
 faster than an average step does.
 
+Whether drafting pays depends on the text. A large batch mixes many texts, so one verdict serves all of them, and if it
+is no, a few steps at times try again. A CPU serves few requests. There each request drafts for `trial_steps` first, and
+the verdict follows the drafts of the last few steps.
+
 Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain decoding, 16 tokens take 50% longer. If
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:
 
@@ -59,6 +63,8 @@ PROBE_EVERY, PROBE_STEPS = 128, 8
 """while drafting does not pay, the last 8 of 128 choices verify drafts, to see whether they pay now"""
 PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
 """then each observation stands for that many: few drafts are seen, and the traffic may have changed"""
+TRIAL_STEPS = 16
+"""steps that each request drafts on a CPU; a fresh prompt says more about its answer than the answers before it"""
 HOLD_SECONDS = 10.0
 """between two changes of the verdict that the log and the metrics show; at the limit every step may differ"""
 
@@ -96,17 +102,21 @@ class Choice(NamedTuple):
     """requests with drafts"""
     num_expected: float | None = None
     """drafts that should be accepted by the drafter's probabilities; None if these did not decide the size"""
+    pays: bool = True
+    """whether requests that had their trial go on drafting"""
 
 
 class DraftBudget:
     """Chooses the tokens of each verification pass.
 
     `seconds` gives the time per step of a batch size by tokens of the verification pass. As many tokens as requests
-    mean plain decoding, without the drafter.
+    mean plain decoding, without the drafter. With `trial_steps` each request drafts that many steps, whatever the
+    verdict; the verdict then follows as many steps, and there are no probes.
     """
 
-    def __init__(self, seconds: Callable[[int], Mapping[int, float]]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: Callable[[int], Mapping[int, float]], trial_steps: int = 0) -> None:
+        self._seconds, self.trial_steps = seconds, trial_steps
+        self._memory = 0.5 ** (1 / trial_steps) if trial_steps else MEMORY
         self._host_seconds: dict[int, float] = {}
         """time per step that the host needs, by batch size"""
         self.num_pauses = 0
@@ -133,14 +143,14 @@ class DraftBudget:
 
     def observe(self, curve: DraftCurve, num_requests: int) -> None:
         """Take the drafts of `num_requests` requests into account."""
-        own = curve.scaled(1 / num_requests)
-        self._average = own if self._average is None else own.mixed(self._average, self._weight(num_requests))
+        own, weight = curve.scaled(1 / num_requests), self._memory ** self._num_independent(num_requests)
+        self._average = own if self._average is None else own.mixed(self._average, weight)
         self._num_observed += min(num_requests, INDEPENDENT)
 
     def observe_accepted(self, num_accepted: int, choice: Choice) -> None:
         """Take the accepted drafts of a pass into account."""
         if choice.num_expected is not None:
-            weight = self._weight(choice.num_drafting)
+            weight = MEMORY ** self._num_independent(choice.num_drafting)
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
@@ -156,12 +166,14 @@ class DraftBudget:
         num_drafting: int,
         num_paused: int = 0,
         drafts: DraftCurve | None = None,
+        num_on_trial: int = 0,
     ) -> Choice:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
 
         `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known. Whether
         drafting pays at all is decided as if the `num_paused` requests drafted, too: new requests take their place, and
-        alone these would never pay.
+        alone these would never pay. If it does not pay, the pass has drafts only if `num_on_trial` requests have not
+        drafted for `trial_steps` yet.
         """
         host_seconds = self._host_seconds.get(batch, 0.0)
         seconds = {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
@@ -182,14 +194,18 @@ class DraftBudget:
         rate = max(rate_of(size, everyone) for size in sizes)
         plain_rate = num_requests / seconds[batch]
         self.gain = rate / plain_rate
-        if self._num_observed < WARM_UP:
+        if self._num_observed < (self.trial_steps or WARM_UP):
             return best
         self._judge(num_requests, rate, plain_rate)
-        self._is_probing = rate <= plain_rate
-        if not self._is_probing:
+        if rate > plain_rate:
+            self._is_probing = False
             return best
+        if self.trial_steps:
+            return best._replace(pays=False) if num_on_trial else Choice(batch, pays=False)
+        self._is_probing = True
         self._num_plain += 1
-        return best if (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS else Choice(batch)
+        is_probe = (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS
+        return best if is_probe else Choice(batch, pays=False)
 
     def _judge(self, num_requests: int, rate: float, plain_rate: float) -> None:
         """Say when drafting stops paying, and when it pays again."""
@@ -210,6 +226,6 @@ class DraftBudget:
             "" if pays else "; it is tried again from time to time",
         )
 
-    def _weight(self, num_requests: int) -> float:
-        """The weight of the past when `num_requests` requests are observed."""
-        return MEMORY ** (PROBE_WEIGHT if self._is_probing else min(num_requests, INDEPENDENT))
+    def _num_independent(self, num_requests: int) -> int:
+        """How many observations the step of `num_requests` requests counts for."""
+        return PROBE_WEIGHT if self._is_probing else min(num_requests, INDEPENDENT)

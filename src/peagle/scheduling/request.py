@@ -81,6 +81,8 @@ class Request:
     """incremented when the request loses its row; results launched under an older epoch are void"""
     is_paused: bool = field(init=False, default=False)
     """whether it decodes without drafts, because they did not pay; the drafter's KV cache has gaps since then"""
+    num_draft_steps: int = field(init=False, default=0)
+    """decode steps with drafts that the draft budget sized"""
     num_in_flight: int = field(init=False, default=0)
     """launched passes whose tokens the host has not seen"""
 

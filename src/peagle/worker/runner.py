@@ -21,7 +21,7 @@ from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
 from peagle.scheduling.config import EngineConfig, verify_sizes
-from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
+from peagle.scheduling.draft_budget import TRIAL_STEPS, Choice, DraftBudget, DraftCurve
 from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
@@ -282,10 +282,15 @@ class Runner:
             most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most))
         num_paused = sum(request.is_paused for request in requests)
-        choice = self.budget.choose(size, len(requests), len(drafting), num_paused, self._known_drafts(drafting))
-        if choice.num_tokens == size:
-            self.uploads.pause(drafting)
-            return choice
+        on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
+        known = self._known_drafts(drafting)
+        choice = self.budget.choose(size, len(requests), len(drafting), num_paused, known, len(on_trial))
+        if not choice.pays:
+            self.uploads.pause([request for request in drafting if request not in on_trial])
+            if not on_trial:
+                return choice
+        for request in drafting:
+            request.num_draft_steps += 1
         return choice._replace(num_tokens=self._fewest_tokens(requests, choice.num_tokens))
 
     def _known_drafts(self, requests: Sequence[Request]) -> DraftCurve | None:
@@ -343,7 +348,7 @@ class Runner:
         """On a CPU: measure what steps cost, for the draft budget."""
         costs = measure_step_costs(self.step, self.plain_step, self.kv_cache.num_pages)
         num_drafts = self.state.tokens.shape[1] - 1
-        self.budget = DraftBudget(cache(partial(costs.by_size, num_drafts=num_drafts)))
+        self.budget = DraftBudget(cache(partial(costs.by_size, num_drafts=num_drafts)), TRIAL_STEPS)
 
     def _make_passes(self, compile: Compile) -> None:
         """Prefill and decode step, with drafting if there is a drafter."""
