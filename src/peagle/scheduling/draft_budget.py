@@ -65,7 +65,7 @@ PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
 """then each observation stands for that many: few drafts are seen, and the traffic may have changed"""
 TRIAL_STEPS = 16
 """steps that each request drafts on a CPU; a fresh prompt says more about its answer than the answers before it"""
-HOLD_SECONDS = 10.0
+HOLD_SECONDS = 60.0
 """between two changes of the verdict that the log and the metrics show; at the limit every step may differ"""
 
 
