@@ -1,6 +1,7 @@
 """The directory of what peagle keeps between runs: converted targets, compiled kernels."""
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -12,6 +13,6 @@ def cache_directory() -> Path:
 def write_atomically(file: Path, content: bytes) -> None:
     """Write a file that other processes may be reading, or writing too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_name(f"{file.name}.{os.getpid()}")
-    scratch.write_bytes(content)
-    scratch.replace(file)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}-", delete=False) as scratch:
+        scratch.write(content)
+    Path(scratch.name).replace(file)

@@ -1,15 +1,20 @@
 """The engine on a CPU with native decoder layers answers what transformers answers, token for token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -24,10 +29,11 @@ from peagle.compare.divergence import gap_to_best
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.native import jit
-from peagle.native.layer import NativeLayer
+from peagle.native.layer import NativeLayer, run_layers
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
+from peagle.targets.native_layers import _Together
 from peagle.targets.near_tie import NEAR_TIE
 from peagle.worker.linear_layers import pack_models, repack
 
@@ -53,8 +59,13 @@ def native_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Take weights of any size, and count the passes by number of rows."""
     monkeypatch.setattr("peagle.native.packed_linear.MIN_BYTES", 1)
     runs: list[int] = []
-    run = NativeLayer.run
-    monkeypatch.setattr(NativeLayer, "run", lambda self, x, *args: runs.append(x.shape[1]) or run(self, x, *args))
+
+    def counted(layers: Sequence[NativeLayer], x: Tensor, *args: Any) -> Tensor:
+        runs.extend([x.shape[1]] * len(layers))
+        return run_layers(layers, x, *args)
+
+    for module in ("peagle.targets.native_layers", "peagle.drafter.paged"):
+        monkeypatch.setattr(f"{module}.run_layers", counted)
     return runs
 
 
@@ -133,6 +144,39 @@ def test_a_family_with_other_layers_runs_on_torch_and_the_log_says_why(
     assert "Gemma2DecoderLayer runs on torch's kernels: it has other parts" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Ministral3ForCausalLM(Ministral3Config(**SHAPE)), "cannot be compared"),
+        (
+            lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, first_k_dense_replace=4, partial_rotary_factor=0.5)),
+            "a rotary embedding of another width than its heads",
+        ),
+    ],
+)
+def test_layers_that_need_more_than_the_kernels_give_them_run_on_torch(
+    make: Callable[[], Any], reason: str, native_runs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    target = HFTarget(rounded(make()), tiny_tokenizer(), name="tiny")
+    expected = generated(target, PROMPTS[0])
+    with caplog.at_level("INFO"):
+        engine = Engine(target, None, 0, EngineConfig(max_length=64))
+    native_runs.clear()
+    name, outputs = engine.add(PROMPTS[0], GREEDY), {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.close()
+    assert not native_runs and reason in caplog.text
+    assert list(outputs[name].outputs[0].token_ids) == expected
+
+
+def test_layers_with_rotary_embeddings_of_their_own_do_not_run_together() -> None:
+    one, other = object(), object()
+    together = _Together([torch.nn.Module() for _ in range(5)], [], [one, one, other, one, one])
+    assert [together._end(index) for index in range(5)] == [2, 2, 3, 5, 5]
+
+
 def test_layers_that_compute_something_else_than_their_parts_say_run_on_torch(
     native_runs: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +193,28 @@ def test_layers_that_compute_something_else_than_their_parts_say_run_on_torch(
         engine.close()
     assert not native_runs
     assert "it computes something else than its parts say" in caplog.text
+
+
+@pytest.mark.parametrize(("taps", "runs"), [((1,), [1, 3]), ((0, 2), [2, 2]), ((1, 2, 3), [1, 1, 1, 1])])
+def test_the_layers_up_to_the_next_tap_run_as_one_call(
+    taps: tuple[int, ...], runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("llama")
+    assert target.num_layers == 4
+    target.tap(taps)
+    lengths: list[int] = []
+
+    def counted(layers: Sequence[NativeLayer], *args: Any) -> Tensor:
+        lengths.append(len(layers))
+        return run_layers(layers, *args)
+
+    engine = Engine(target, None, 0, EngineConfig(max_length=64))
+    monkeypatch.setattr("peagle.targets.native_layers.run_layers", counted)
+    engine.add(PROMPTS[0], GREEDY)
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert lengths == runs * 16, "one prefill pass and 15 steps"
 
 
 def test_after_weights_were_replaced_the_drafters_native_layers_use_the_new_ones(native_runs: list[int]) -> None:

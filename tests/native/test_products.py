@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from peagle.native import jit, products
+from peagle.native.packed_linear import KERNELS, PackedLinear
 from peagle.native.products import BlockWeight, missing, pack, product
 
 NUM_OUTPUTS, NUM_INPUTS = 96, 64
@@ -109,10 +110,57 @@ def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypa
     weight_OI, blocks = example("4-bit")
     x_NI = torch.randn(1, NUM_INPUTS)
     expected_NO = product(x_NI, pack(weight_OI, blocks))
-    (file,) = (tmp_path / "kernels").iterdir()
+    (file,) = (tmp_path / "kernels").glob("product-*.o")
     assert file.name.startswith("product-4-bit-1-")
     monkeypatch.setattr(jit, "_object_code", lambda *_: pytest.fail("compiled again"))
     assert torch.equal(product(x_NI, pack(weight_OI, blocks)), expected_NO)
+
+
+@pytest.mark.parametrize("size", [0, 20, 400])
+def test_a_kernel_whose_cached_file_was_cut_short_is_compiled_again(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running half a kernel would end the process."""
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_kernel", products._kernel.__wrapped__)
+    weight_OI, blocks = example("4-bit")
+    x_NI = torch.randn(1, NUM_INPUTS)
+    expected_NO = product(x_NI, pack(weight_OI, blocks))
+    (file,) = (tmp_path / "kernels").glob("product-*.o")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:size])
+    assert torch.equal(product(x_NI, pack(weight_OI, blocks)), expected_NO)
+    assert file.read_bytes() == whole
+
+
+def test_kernels_that_read_each_others_results_give_the_same_with_any_number_of_threads() -> None:
+    """A list of products, each of which needs all of the one before it; threads wait for each other between two."""
+    weight_II = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).bfloat16().float() / 8
+    packed, states = pack(weight_II), [torch.randn(3, 64), *(torch.empty(3, 64) for _ in range(12))]
+    calls = jit.Calls([products.product_call(*pair) for pair in zip(states, [packed] * 12, states[1:], strict=False)])
+    num_threads, expected = torch.get_num_threads(), None
+    try:
+        for turn in range(1500):
+            torch.set_num_threads(1 + turn % 4)
+            states[-1].zero_()
+            calls.run()
+            expected = states[-1].clone() if expected is None else expected
+            assert torch.equal(states[-1], expected), f"{torch.get_num_threads()} threads"
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_inputs_may_be_part_of_a_wider_tensor() -> None:
+    weight_OI, _ = example("bfloat16")
+    linear = PackedLinear(as_linear(weight_OI), KERNELS["stored"])
+    wide_NI = torch.randn(3, 2 * NUM_INPUTS)
+    torch.testing.assert_close(linear(wide_NI[:, :NUM_INPUTS]), wide_NI[:, :NUM_INPUTS] @ weight_OI.t())
+
+
+def as_linear(weight_OI: Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(NUM_INPUTS, NUM_OUTPUTS, bias=False)
+    linear.weight = torch.nn.Parameter(weight_OI, requires_grad=False)
+    return linear
 
 
 def test_a_cache_that_cannot_be_written_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

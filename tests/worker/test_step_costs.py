@@ -82,6 +82,7 @@ def test_a_larger_pass_never_costs_less(target: HFTarget, drafter: Drafter, monk
         monkeypatch.setattr("peagle.worker.step_costs.time.perf_counter", lambda: next(clock) ** 2)
         costs = measure_step_costs(runner.step, runner.plain_step, runner.kv_cache.num_pages)
     assert list(costs.verify.values()) == sorted(costs.verify.values())
+    assert costs.draft[1] <= costs.draft[4], "else drafts of more requests would seem to cost nothing"
 
 
 def test_without_a_number_a_parallel_drafter_drafts_trees(target: HFTarget, drafter: Drafter) -> None:
@@ -120,6 +121,33 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
     assert 4 <= stats.num_drafts <= 6, "a few steps, to learn that it does not pay"
     assert stats.drafting_pays is False and stats.drafting_gain < 1 and stats.num_draft_pauses == 1
     assert caplog.text.count("drafting does not pay at batch size 1") == 1
+
+
+def test_a_request_whose_drafts_do_not_pay_leaves_no_drafts_beside_one_that_still_tries(
+    target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request comes when the first is paused; its budget must not see the first one's last drafts."""
+    costs_of(monkeypatch, {1: 1.0, 2: 2.0}, draft=9.0)
+    monkeypatch.setattr("peagle.worker.runner.TRIAL_STEPS", 6)
+    with LLM(target, drafter, page_size=8, max_batch=2) as llm:
+        engine, runner = llm.engine, llm.engine.runner
+        engine.add(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        while not (paused := [request for request in engine.scheduler.running if request.is_paused]):
+            engine.step()
+        engine.add(PROMPTS[1], PARAMS)
+        seen: list[tuple[float, int]] = []
+        observe = runner.budget.observe
+        monkeypatch.setattr(
+            runner.budget,
+            "observe",
+            lambda curve, num_requests: (seen.append((curve.counts[-1], num_requests)), observe(curve, num_requests)),
+        )
+        for _ in range(4):
+            engine.step()
+        assert not torch.isfinite(runner.state.confidence[paused[0].row]).any(), "no draft is left"
+        while engine.has_work:
+            engine.step()
+    assert seen and all(number == 1 and count <= TREE_NODES for count, number in seen)
 
 
 @pytest.mark.usefixtures("packs_all")

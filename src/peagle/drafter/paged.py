@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle.drafter.model import Drafter
 from peagle.kernels.attention import PagedRows, paged_attention
-from peagle.native.layer import NativeLayer, UnknownPartError, Workspace
+from peagle.native.layer import NativeLayer, UnknownPartError, Workspace, run_layers
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,6 @@ def _forward(layer: Any, native: NativeLayer) -> Callable[..., Tensor]:
             normed = layer.hidden_norm(state)
             attention_input = torch.cat([layer.input_layernorm(embedding), normed], dim=-1)
             state = normed if layer.norm_before_residual else state
-        return native.run(state, rotary, attend.pages, attend.rows, attention_input)
+        return run_layers([native], state, rotary, [attend.pages], attend.rows, attention_input)
 
     return run

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peagle.cache import write_atomically
 from peagle.native.products import GROUP, BlockWeight
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ def blocks_path(directory: Path) -> Path:
 def write_blocks(gguf: Path, directory: Path) -> None:
     """Write the blocks of the weights that the conversion of `gguf` to `directory` holds exactly."""
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
 
     reader = GGUFReader(gguf)
     stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in BYTES_PER_BLOCK}
@@ -42,9 +43,7 @@ def write_blocks(gguf: Path, directory: Path) -> None:
             blocks = None if tensor is None else _in_order_of(weight_OI, read_blocks(tensor))
             if blocks is not None:
                 found |= {f"{name}:{part}": each for part, each in blocks._asdict().items() if each is not None}
-    scratch = blocks_path(directory).with_suffix(".tmp")
-    save_file(found, scratch)
-    scratch.replace(blocks_path(directory))
+    write_atomically(blocks_path(directory), save(found))
     log.info("kept the blocks of %d weights of %s", sum(name.endswith(":codes_OI") for name in found), gguf.name)
 
 

@@ -133,18 +133,28 @@ def compile_kernel(name: str, write: "Callable[[Builder], None]", lanes: int) ->
 def _compile(name: str, assembly: Callable[[], str]) -> int:
     """Compile, or take the object code of an earlier process from the cache directory."""
     file, machine = cache_directory() / "kernels" / f"{name}-{_compiler_key()}.o", _machine()
-    try:
-        code = file.read_bytes()
-    except OSError:
+    code = _read_code(file)
+    if code is None:
         code = _object_code(assembly(), machine)
         with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
-            write_atomically(file, code)
+            write_atomically(file, hashlib.sha256(code).digest() + code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)
     address: int = engine.get_function_address("kernel")
     return address
+
+
+def _read_code(file: Path) -> bytes | None:
+    """The object code behind its hash; None if there is none, or if it was cut short. Running it would be fatal."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    digest, code = content[:size], content[size:]
+    return code if hashlib.sha256(code).digest() == digest else None
 
 
 def _object_code(assembly: str, machine: Any) -> bytes:

@@ -1,11 +1,13 @@
-"""A decoder layer over pages as one call of our CPU kernels: attention and a gated MLP, each with norm and residual.
+"""Decoder layers over pages as one call of our CPU kernels: attention and a gated MLP, each with norm and residual.
 
 `NativeLayer` takes its parts from a module of that form, of a target or of a drafter, with the names of the Llama
-family. Whoever uses it compares its output with the module's: a norm or a scale may hide something else.
+family. Whoever uses it compares its output with the module's: a norm or a scale may hide something else. Layers that
+follow each other run together, in one parallel region (`run_layers`).
 
 Shapes: N rows, D model width, I width of the attention's input, E head width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from peagle.native.layer_kernels import (
     MAX_ROWS,
     attention_call,
     gate_call,
+    heads_together,
     norm_call,
     rotary_call,
 )
@@ -36,16 +39,23 @@ class UnknownPartError(Exception):
 
 
 class Workspace:
-    """Buffers by name and size, shared by the layers of a model."""
+    """Buffers that the layers of a model share."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int, int], Tensor] = {}
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._scores = torch.empty(0, 0)
 
     def buffer(self, name: str, num_rows: int, width: int) -> Tensor:
-        key = (name, num_rows, width)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(num_rows, width)
-        return self._buffers[key]
+        """The first rows of a buffer, which stays where it is: calls keep its address."""
+        if (name, width) not in self._buffers:
+            self._buffers[name, width] = torch.empty(MAX_ROWS, width)
+        return self._buffers[name, width][:num_rows]
+
+    def scores(self, num_rows: int, width: int) -> Tensor:
+        """Scratch memory of at least this size. It may move from pass to pass."""
+        if self._scores.shape[0] < num_rows or self._scores.shape[1] < width:
+            self._scores = torch.empty(num_rows, width)
+        return self._scores
 
 
 class NativeLayer:
@@ -79,29 +89,71 @@ class NativeLayer:
         if self.width % (2 * LANES) or self.output.num_outputs % LANES or self.down.num_inputs % LANES:
             raise UnknownPartError(f"widths that are no multiples of {LANES}")
         self._passes: dict[tuple[int, bool], _Pass] = {}
+        self._together: dict[tuple[int, int, bool], Calls] = {}
+        """the calls of this layer and those that follow, by number of layers and rows"""
 
-    def run(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        pages: tuple[Tensor, Tensor],
-        rows: PagedRows,
-        attention_input: Tensor | None = None,
-    ) -> Tensor:
-        """The layer's output for the rows x [1, N, D]; `attention_input` [1, N, I] replaces the normed rows."""
-        num_rows, is_given = x.shape[1], attention_input is not None
-        own = self._passes.get((num_rows, is_given))
-        if own is None:
-            own = self._passes[num_rows, is_given] = _Pass(self, num_rows, is_given)
-        return own.run(x.contiguous(), rotary, pages, rows, attention_input)
+    def layer_pass(self, num_rows: int, is_given: bool) -> "_Pass":
+        """This layer's part of a pass. `is_given`: its attention reads an input of its own."""
+        if (num_rows, is_given) not in self._passes:
+            self._passes[num_rows, is_given] = _Pass(self, num_rows, is_given)
+        return self._passes[num_rows, is_given]
+
+    def calls(self, parts: "Sequence[_Pass]", is_given: bool) -> Calls:
+        """The calls of some passes, of which this layer's is the first."""
+        key = len(parts), parts[0].num_rows, is_given
+        if key not in self._together:
+            self._together[key] = Calls([call for part in parts for call in part.calls])
+        return self._together[key]
+
+
+def run_layers(
+    layers: Sequence[NativeLayer],
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    pages: Sequence[tuple[Tensor, Tensor]],
+    rows: PagedRows,
+    attention_input: Tensor | None = None,
+) -> Tensor:
+    """The output of the last layer for the rows x [1, N, D]. `pages` are those of each layer.
+
+    `attention_input` [1, N, I] replaces the normed rows as the input of the first layer's attention.
+    """
+    first, is_given = layers[0], attention_input is not None
+    x, y = x.contiguous(), torch.empty(x.shape)
+    attention_input = attention_input.contiguous() if attention_input is not None else None
+    parts = [layer.layer_pass(x.shape[1], is_given and layer is first) for layer in layers]
+    states = [first.workspace.buffer(name, *x.shape[1:]) for name in ("state 0", "state 1")]
+    inputs = [x, *(states[index % 2] for index in range(len(layers) - 1)), y]
+    shared = _Shared(rotary, rows, parts, pages[0][0].shape[1])
+    for index, part in enumerate(parts):
+        part.fill(inputs[index], inputs[index + 1], shared, pages[index], None if index else attention_input)
+    first.calls(parts, is_given).run()
+    return y
+
+
+class _Shared:
+    """What all layers of a pass read, and the addresses of it."""
+
+    def __init__(
+        self, rotary: tuple[Tensor, Tensor], rows: PagedRows, parts: "Sequence[_Pass]", page_size: int
+    ) -> None:
+        assert rows.host is not None, "made by on_host"
+        table, cells, row_table = rows.host.for_kernels(rows, parts[0].num_rows)
+        num_scores = max(part.num_together for part in parts) * torch.get_num_threads()
+        scores = parts[0].layer.workspace.scores(num_scores, table.shape[1] * page_size + MAX_LANES)
+        self._tensors = [*(each.contiguous() for each in rotary), cells, table, row_table, scores]
+        self.cos, self.sin, self.cells, self.table, self.row_table, self.scores = (
+            each.data_ptr() for each in self._tensors
+        )
+        self.sizes = [scores.shape[1], table.shape[1], page_size]
 
 
 class _Pass:
-    """The calls of a layer for one number of rows. `run` fills in what differs from pass to pass."""
+    """The calls of a layer for one number of rows. `fill` sets what differs from pass to pass."""
 
     def __init__(self, layer: NativeLayer, num_rows: int, is_given: bool) -> None:
         """`is_given`: the input of the attention is, and there is no norm before it."""
-        self._layer, self._num_rows = layer, num_rows
+        self.layer, self.num_rows = layer, num_rows
         buffer = layer.workspace.buffer
         normed = buffer("normed", num_rows, layer.output.num_outputs)
         qkv = buffer("qkv", num_rows, layer.qkv.num_outputs)
@@ -115,65 +167,46 @@ class _Pass:
         given = torch.empty(num_rows, layer.qkv.num_inputs) if is_given else normed
         self._qkv = product_call(given, layer.qkv, qkv, layer.qkv_bias)
         self._rotary = rotary_call(qkv, num_rows, layer.head_norms, **heads)
+        self.num_together = heads_together(num_rows, num_threads=torch.get_num_threads(), **heads)
         self._attention = attention_call(
-            qkv, attended, num_rows, scale=layer.scale, window=layer.window, first_key=layer.first_key, **heads
+            qkv,
+            attended,
+            num_rows,
+            scale=layer.scale,
+            window=layer.window,
+            first_key=layer.first_key,
+            num_together=self.num_together,
+            **heads,
         )
         self._output = product_call(attended, layer.output, total, normed)
         self._down = product_call(gated, layer.down, total, total)
         first = [] if self._norm is None else [self._norm]
-        self._calls = Calls(
-            [
-                *first,
-                self._qkv,
-                self._rotary,
-                self._attention,
-                self._output,
-                norm_call(total, norm_2, normed, epsilon_2),
-                product_call(normed, layer.gate_up, gate_up),
-                gate_call(gate_up, gated, layer.activation),
-                self._down,
-            ]
-        )
+        self.calls = [
+            *first,
+            self._qkv,
+            self._rotary,
+            self._attention,
+            self._output,
+            norm_call(total, norm_2, normed, epsilon_2),
+            product_call(normed, layer.gate_up, gate_up),
+            gate_call(gate_up, gated, layer.activation),
+            self._down,
+        ]
 
-    def run(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        pages: tuple[Tensor, Tensor],
-        rows: PagedRows,
-        attention_input: Tensor | None,
-    ) -> Tensor:
-        assert rows.host is not None, "made by on_host"
-        y, (cos, sin), (keys, values) = torch.empty_like(x), rotary, pages
-        page_size, (table, cells, row_table) = keys.shape[1], rows.host.for_kernels(rows, self._num_rows)
-        cos, sin = cos.contiguous(), sin.contiguous()
-        scores = self._layer.workspace.buffer("scores", torch.get_num_threads(), table.shape[1] * page_size + MAX_LANES)
-        key_address, value_address = keys.data_ptr(), values.data_ptr()
+    def fill(
+        self, x: Tensor, y: Tensor, shared: _Shared, pages: tuple[Tensor, Tensor], attention_input: Tensor | None
+    ) -> None:
+        """Read the rows from `x`, and write the output to `y`."""
+        keys, values = (each.data_ptr() for each in pages)
         if self._norm is not None:
             self._norm.arguments[0] = x.data_ptr()
         if attention_input is not None:
-            attention_input = attention_input.contiguous()
             self._qkv.arguments[0] = attention_input.data_ptr()
-        self._rotary.arguments[1:6] = [
-            cos.data_ptr(),
-            sin.data_ptr(),
-            key_address,
-            value_address,
-            cells.data_ptr(),
-        ]
-        self._attention.arguments[1:7] = [
-            key_address,
-            value_address,
-            table.data_ptr(),
-            row_table.data_ptr(),
-            scores.data_ptr(),
-            scores.shape[1],
-        ]
-        self._attention.arguments[7:9] = [table.shape[1], page_size]
+        self._rotary.arguments[1:6] = [shared.cos, shared.sin, keys, values, shared.cells]
+        tables = shared.table, shared.row_table, shared.scores
+        self._attention.arguments[1:9] = [keys, values, *tables, *shared.sizes]
         self._output.arguments[4] = x.data_ptr()
         self._down.arguments[3] = y.data_ptr()
-        self._calls.run()
-        return y
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:

@@ -17,6 +17,8 @@ from peagle.native.jit import Builder, Call, call, compile_kernel, has_wide_regi
 
 LANES = 8
 MAX_LANES = 16
+MAX_SUMS = 16
+"""vectors of sums that a kernel keeps in registers where these are wide and many, else half of them"""
 MAX_ROWS = 64
 """rows of a pass: the rows that a row sees among the new ones are the bits of an int64"""
 
@@ -138,33 +140,56 @@ def attention_call(
     scale: float,
     window: int,
     first_key: int,
+    num_together: int = 1,
 ) -> Call:
     """A call that attends from the queries of each row to its request's sequence in the pages.
 
-    Arguments 1 to 8 are left for the caller: keys and values of all cells, the int32 page table, the table of the rows
-    (`RowsOnHost.for_kernels`), scratch memory [threads, keys] for scores and its width, the width of the page table,
-    and the page size.
+    A thread computes `num_together` heads of a row at once (`heads_together`). Arguments 1 to 8 are left for the
+    caller: keys and values of all cells, the int32 page table, the table of the rows (`RowsOnHost.for_kernels`),
+    scratch memory [threads * num_together, keys] for scores and its width, the width of the page table, and the page
+    size.
     """
-    kernel = _attention_kernel(num_heads, num_groups, width)
+    kernel = _attention_kernel(num_heads, num_groups, width, num_together)
     return call(kernel, qkv, 0, 0, 0, 0, 0, 0, 0, 0, attended, num_rows, window, first_key, scale)
 
 
+def heads_together(num_rows: int, num_heads: int, num_groups: int, width: int, num_threads: int) -> int:
+    """Heads that a thread computes at once: they share the keys and values that they read from memory.
+
+    As many of a group as registers hold the sums of, but one where there is too little work for all threads.
+    """
+    group_size = num_heads // num_groups
+    num_sums = MAX_SUMS if has_wide_registers() else MAX_SUMS // 2
+    most = max(1, num_sums * _attention_lanes(width) // width)
+    number = max(each for each in range(1, group_size + 1) if group_size % each == 0 and each <= most)
+    return number if num_rows * num_heads // number >= 2 * num_threads else 1
+
+
+def _attention_lanes(width: int) -> int:
+    return MAX_LANES if has_wide_registers() and width % MAX_LANES == 0 else LANES
+
+
 @cache
-def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
-    group_size, cell_width = num_heads // num_groups, num_groups * width
-    lanes = MAX_LANES if has_wide_registers() and width % MAX_LANES == 0 else LANES
-    columns = range(0, width, lanes)
+def _attention_kernel(num_heads: int, num_groups: int, width: int, num_together: int) -> int:
+    group_size, cell_width, lanes = num_heads // num_groups, num_groups * width, _attention_lanes(width)
+    heads, columns = range(num_together), range(0, width, lanes)
 
     def write(b: Builder) -> None:
         qkv, keys, values, table, row_table, all_scores = (b.address(index) for index in range(6))
         scores_width, table_width, page_size = (b.number(index) for index in range(6, 9))
         attended, rows, window, first_key = b.address(9), b.number(10), b.number(11), b.number(12)
         scale = b.floating(13)
-        scores = b.place(all_scores, b.ir.mul(b.thread(), scores_width), b.float)
-        sums = [b.variable(b.floats, b.splat(0.0)) for _ in columns]
-        first, end = b.share(b.ir.mul(rows, b.integer(num_heads)))
+        own_scores = b.ir.mul(b.ir.mul(b.thread(), b.integer(num_together)), scores_width)
+        scores = [
+            b.place(all_scores, b.ir.add(own_scores, b.ir.mul(b.integer(head), scores_width)), b.float)
+            for head in heads
+        ]
+        sums = [[b.variable(b.floats, b.splat(0.0)) for _ in columns] for _ in heads]
+        units_per_row = num_heads // num_together
+        first, end = b.share(b.ir.mul(rows, b.integer(units_per_row)))
         with b.loop(first, end) as unit:
-            row, head = b.ir.udiv(unit, b.integer(num_heads)), b.ir.urem(unit, b.integer(num_heads))
+            row, part = b.ir.udiv(unit, b.integer(units_per_row)), b.ir.urem(unit, b.integer(units_per_row))
+            first_head = b.ir.mul(part, b.integer(num_together))
             line, context, index, seen, depth = (
                 b.load(row_table, b.ir.add(b.ir.mul(row, b.integer(5)), b.integer(each)), b.i64) for each in range(5)
             )
@@ -173,20 +198,11 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
             is_windowed = b.ir.icmp_signed(">", window, b.integer(0))
             is_limited = b.ir.and_(is_windowed, b.ir.icmp_signed(">", past, first_key))
             start = b.ir.select(is_limited, past, first_key)
-            head_place = b.ir.mul(b.ir.udiv(head, b.integer(group_size)), b.integer(width))
-            query_place = b.ir.add(
-                b.ir.mul(row, b.integer((num_heads + 2 * num_groups) * width)), b.ir.mul(head, b.integer(width))
+            group_place = b.ir.mul(b.ir.udiv(first_head, b.integer(group_size)), b.integer(width))
+            queries = b.ir.add(
+                b.ir.mul(row, b.integer((num_heads + 2 * num_groups) * width)), b.ir.mul(first_head, b.integer(width))
             )
-            query = [b.load_vector(qkv, b.ir.add(query_place, b.integer(column)), b.float) for column in columns]
             pages = _Pages(table, b.ir.mul(line, table_width), page_size)
-
-            def products(cell: Any) -> Any:
-                """Query times key, to be summed over the lanes."""
-                place, product = b.ir.add(b.ir.mul(cell, b.integer(cell_width)), head_place), b.splat(0.0)
-                for column, part in zip(columns, query, strict=True):
-                    product = b.fma(part, b.load_vector(keys, b.ir.add(place, b.integer(column)), b.float), product)
-                return product
-
             # Scores of the keys before the pass, `lanes` at a time, then of the others; -inf for new rows that this row
             # does not see. A key has the same score both ways.
             with _each_page(b, pages, start, num_keys) as (first_key_of_page, last_key, offset):
@@ -194,36 +210,52 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int) -> int:
                 num_blocks = b.ir.sdiv(num_past, b.integer(lanes))
                 num_in_blocks = b.ir.mul(b.larger_integer(num_blocks, b.integer(0)), b.integer(lanes))
                 rest = b.ir.add(first_key_of_page, num_in_blocks)
-                with b.loop(first_key_of_page, rest, lanes) as key:
-                    cells = [b.ir.add(b.ir.add(key, offset), b.integer(each)) for each in range(lanes)]
-                    block = b.ir.fmul(b.sums([partial(products, cell) for cell in cells]), b.spread(scale))
-                    b.store_vector(block, scores, b.ir.sub(key, start))
-                with b.loop(rest, last_key) as key:
-                    score = b.ir.fmul(b.sum_as_in_sums(products(b.ir.add(key, offset))), scale)
-                    new = b.ir.sub(key, context)
-                    bit = b.ir.and_(b.ir.lshr(seen, b.ir.and_(new, b.integer(63))), b.integer(1))
-                    is_past, is_seen = (
-                        b.ir.icmp_signed("<", new, b.integer(0)),
-                        b.ir.icmp_signed("==", bit, b.integer(1)),
-                    )
-                    score = b.ir.select(b.ir.or_(is_past, is_seen), score, b.constant(-math.inf))
-                    b.ir.store(score, b.place(scores, b.ir.sub(key, start), b.float))
-            total = _softmax(b, scores, b.ir.sub(num_keys, start))
-            # The weighted sum of the values.
+                for head in heads:
+                    query_place = b.ir.add(queries, b.integer(head * width))
+                    query = [b.load_vector(qkv, b.ir.add(query_place, b.integer(each)), b.float) for each in columns]
+                    products = partial(_products, b, query, keys, group_place, cell_width)
+                    with b.loop(first_key_of_page, rest, lanes) as key:
+                        cells = [b.ir.add(b.ir.add(key, offset), b.integer(each)) for each in range(lanes)]
+                        block = b.ir.fmul(b.sums([partial(products, cell) for cell in cells]), b.spread(scale))
+                        b.store_vector(block, scores[head], b.ir.sub(key, start))
+                    with b.loop(rest, last_key) as key:
+                        score = b.ir.fmul(b.sum_as_in_sums(products(b.ir.add(key, offset))), scale)
+                        new = b.ir.sub(key, context)
+                        bit = b.ir.and_(b.ir.lshr(seen, b.ir.and_(new, b.integer(63))), b.integer(1))
+                        is_past = b.ir.icmp_signed("<", new, b.integer(0))
+                        is_seen = b.ir.or_(is_past, b.ir.icmp_signed("==", bit, b.integer(1)))
+                        score = b.ir.select(is_seen, score, b.constant(-math.inf))
+                        b.ir.store(score, b.place(scores[head], b.ir.sub(key, start), b.float))
+            totals = [_softmax(b, scores[head], b.ir.sub(num_keys, start)) for head in heads]
+            # The weighted sums of the values.
             for each in sums:
-                b.set(each, b.splat(0.0))
+                for own in each:
+                    b.set(own, b.splat(0.0))
             with _each_page(b, pages, start, num_keys) as (first_key_of_page, last_key, offset):
                 with b.loop(first_key_of_page, last_key) as key:
-                    place = b.ir.add(b.ir.mul(b.ir.add(key, offset), b.integer(cell_width)), head_place)
-                    weight = b.spread(b.load(scores, b.ir.sub(key, start), b.float))
-                    for column, each in zip(columns, sums, strict=True):
-                        value = b.load_vector(values, b.ir.add(place, b.integer(column)), b.float)
-                        b.set(each, b.fma(weight, value, b.get(each)))
-            out = b.ir.add(b.ir.mul(row, b.integer(num_heads * width)), b.ir.mul(head, b.integer(width)))
-            for column, each in zip(columns, sums, strict=True):
-                b.store_vector(b.ir.fdiv(b.get(each), total), attended, b.ir.add(out, b.integer(column)))
+                    place = b.ir.add(b.ir.mul(b.ir.add(key, offset), b.integer(cell_width)), group_place)
+                    value = [b.load_vector(values, b.ir.add(place, b.integer(each)), b.float) for each in columns]
+                    for head in heads:
+                        weight = b.spread(b.load(scores[head], b.ir.sub(key, start), b.float))
+                        for part, own in zip(value, sums[head], strict=True):
+                            b.set(own, b.fma(weight, part, b.get(own)))
+            out = b.ir.add(b.ir.mul(row, b.integer(num_heads * width)), b.ir.mul(first_head, b.integer(width)))
+            for head in heads:
+                for column, own in zip(columns, sums[head], strict=True):
+                    place = b.ir.add(out, b.integer(head * width + column))
+                    b.store_vector(b.ir.fdiv(b.get(own), totals[head]), attended, place)
 
-    return compile_kernel(f"attention-{num_heads}-{num_groups}-{width}", write, lanes)
+    name = f"attention-{num_heads}-{num_groups}-{width}{f'-{num_together}' if num_together > 1 else ''}"
+    return compile_kernel(name, write, lanes)
+
+
+def _products(b: Builder, query: list[Any], keys: Any, group_place: Any, cell_width: int, cell: Any) -> Any:
+    """Query times key, to be summed over the lanes."""
+    place, product = b.ir.add(b.ir.mul(cell, b.integer(cell_width)), group_place), b.splat(0.0)
+    for index, part in enumerate(query):
+        column = b.integer(index * b.lanes)
+        product = b.fma(part, b.load_vector(keys, b.ir.add(place, column), b.float), product)
+    return product
 
 
 def _softmax(b: Builder, scores: Any, num_scores: Any) -> Any:

@@ -84,7 +84,7 @@ def _missing_mkl(weight: Tensor, _: BlockWeight | None) -> str | None:
 
 
 def _run_stored(x: Tensor, packed: PackedWeight, _: Tensor, bias: Tensor | None) -> Tensor:
-    y_NO = product(x.reshape(-1, packed.num_inputs), packed, bias)
+    y_NO = product(x.reshape(-1, packed.num_inputs).contiguous(), packed, bias)
     return y_NO.view(*x.shape[:-1], packed.num_outputs)
 
 
@@ -194,6 +194,13 @@ class PackedLinear(nn.Linear):
         self.packed: Any = self.kernel.pack(weight, blocks) if is_supported else None
         """the copy; None if the kernel does not support the weight"""
 
+    @property
+    def extra_bytes(self) -> int:
+        """Size of the copy. Stored forms may have fewer bits than the kernel's usual size says."""
+        if isinstance(self.packed, PackedWeight):
+            return self.packed.num_bytes
+        return round(self.weight.nbytes * self.kernel.size)
+
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features
         is_few = self.max_rows is None or num_rows <= self.max_rows
@@ -247,9 +254,10 @@ def pack_linears(
         choice = _choose(fitting, candidates, num_rows, most_rows)
         choices.append(choice)
         if choice.kernel != "plain":
-            extra_bytes += round(weight_bytes * KERNELS[choice.kernel].size) * len(fitting)
             for linear in fitting:
-                replaced[linear] = PackedLinear(linear, KERNELS[choice.kernel], choice.min_rows, choice.max_rows)
+                packed = PackedLinear(linear, KERNELS[choice.kernel], choice.min_rows, choice.max_rows)
+                extra_bytes += packed.extra_bytes
+                replaced[linear] = packed
     _replace_modules(module, replaced)
     report = PackedReport(tuple(choices), len(replaced), extra_bytes, time.perf_counter() - started, tuple(skipped))
     *details, summary = report.lines()

@@ -41,6 +41,11 @@ class BlockWeight(NamedTuple):
     offset_OG: Tensor | None
     """float16; None: zero, which 8-bit codes have"""
 
+    @property
+    def form(self) -> Form:
+        """The form of the packed weight."""
+        return "8-bit" if self.offset_OG is None else "4-bit"
+
     def rows(self, num_rows: int) -> "BlockWeight":
         """The first `num_rows` outputs."""
         return self.map(lambda each: each[:num_rows])

@@ -214,6 +214,7 @@ class DraftBudget:
             return
         self.pays, self._changed_at = pays, now
         self.num_pauses += not pays
+        again = "each new request tries it again" if self.trial_steps else "it is tried again from time to time"
         log.log(
             logging.INFO if pays else logging.WARNING,
             "drafting %s at batch size %d (%.1f tokens/s expected, %.1f without drafts; drafts are accepted %.2f times "
@@ -223,7 +224,7 @@ class DraftBudget:
             rate,
             plain_rate,
             self.honesty,
-            "" if pays else "; it is tried again from time to time",
+            "" if pays else f"; {again}",
         )
 
     def _num_independent(self, num_requests: int) -> int:

@@ -165,11 +165,15 @@ class PagedTarget:
                 is_rotary = hasattr(module, "rope_type")
                 compiled[kind] = compile(inspect.unwrap(kind.forward) if is_rotary else kind.forward)
             forwards.append(partial(compiled[kind], module))
-        layers = self.target.layers
+        layers = list(self.target.layers)
+        num_layers = len(layers)
         if is_native:
-            forwards[: len(layers)] = native_layers(list(layers), forwards[: len(layers)], self.windows)
-        for index, (module, bound) in enumerate(zip(modules, forwards, strict=True)):
-            module.forward = self._with_pages(bound, index) if index < len(layers) else bound
+            own = native_layers(layers, forwards[:num_layers], self.windows, self._rotaries)
+            forwards[:num_layers] = map(self._with_memory, own)
+        else:
+            forwards[:num_layers] = map(self._with_pages, forwards[:num_layers], range(num_layers))
+        for module, bound in zip(modules, forwards, strict=True):
+            module.forward = bound
 
     def _with_pages(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -178,10 +182,21 @@ class PagedTarget:
 
         return run
 
+    def _with_memory(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: forward(*args, **kwargs, paged_memory=self._memory)
+
     @torch.no_grad()
     def _probe(self) -> tuple[LayerShape, ...]:
         """Run one token to learn each layer's KV shape, and refuse what our attention does not support."""
         model = self.target.model
+        self._rotaries: list[Any] = []
+        """the rotary embedding that the model gives to each layer"""
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, __, kwargs: self._rotaries.append(kwargs.get("position_embeddings")), with_kwargs=True
+            )
+            for layer in self.target.layers
+        ]
         check_layer_types(self.target)
         model.set_attn_implementation(PROBE)
         found: dict[int, LayerShape] = {}
@@ -194,6 +209,9 @@ class PagedTarget:
                 f"{type(model).__name__} does not pass keyword arguments to its attention, as newer models do",
                 hint=OTHER_ENGINES,
             ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
         missing = [index for index in range(self.target.num_layers) if index not in found]
         if missing:
             raise TargetError(

@@ -111,6 +111,7 @@ class Drafting:
             # On a CPU shapes may depend on values. So drop the requests without drafts, which need the newest token
             # only, and the tokens that no request accepted.
             self.state.tokens[:, :1].index_copy_(0, rows_B, accepted.next_B1)
+            self.state.confidence.index_fill_(0, rows_B, float("-inf"))
             drafting_B = (self.state.max_draft[rows_B] > 0).nonzero()[:, 0]
             if not len(drafting_B):
                 return

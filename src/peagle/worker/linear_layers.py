@@ -105,9 +105,10 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _joined_linear(group: Joined) -> nn.Linear:
-    """The layer of a joined group, with the blocks of its parts."""
+    """The layer of a joined group, with the blocks of its parts if all have the same form."""
     linear, blocks = _linear(group.weight, group.bias), [blocks_of(part.weight) for part in group.parts]
-    if (kept := [each for each in blocks if each is not None]) and len(kept) == len(blocks):
+    kept = [each for each in blocks if each is not None]
+    if len(kept) == len(blocks) and len({each.form for each in kept}) == 1:
         linear.weight.blocks = BlockWeight.joined(kept)  # type: ignore[attr-defined]
     return linear
 

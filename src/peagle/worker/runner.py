@@ -289,6 +289,7 @@ class Runner:
             self.uploads.pause([request for request in drafting if request not in on_trial])
             if not on_trial:
                 return choice
+            drafting, choice = on_trial, choice._replace(num_drafting=len(on_trial))
         for request in drafting:
             request.num_draft_steps += 1
         return choice._replace(num_tokens=self._fewest_tokens(requests, choice.num_tokens))

@@ -91,8 +91,7 @@ def measure_step_costs(step: Step, plain_step: Step, num_pages: int) -> StepCost
                 _keep_least(draft, batch, partial(step.draft, torch.arange(batch), verified))
             if round_index + 1 >= MIN_ROUNDS and time.perf_counter() - started > ROUNDS_SECONDS:
                 break
-    # A larger pass is never faster. Where it seems so, the smaller one was timed in a busy moment.
-    verify = {size: min(other for number, other in verify.items() if number >= size) for size in verify}
+    verify, draft = _rising(verify), _rising(draft)
     passes = ", ".join(f"{size}: {1e3 * seconds:.1f}" for size, seconds in verify.items())
     log.info(
         "milliseconds per verification pass, by tokens: %s; per draft: %.1f; measured in %.1f s",
@@ -101,6 +100,11 @@ def measure_step_costs(step: Step, plain_step: Step, num_pages: int) -> StepCost
         time.perf_counter() - started,
     )
     return StepCosts(verify, draft)
+
+
+def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
+    """More work is never faster. Where it seems so, the smaller one was timed in a busy moment."""
+    return {size: min(other for number, other in seconds.items() if number >= size) for size in seconds}
 
 
 def _verify(step: Step, length: int, batch: int, size: int) -> Verified:
