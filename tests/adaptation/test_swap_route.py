@@ -92,6 +92,7 @@ def test_what_does_not_fit_or_is_elsewhere_is_refused_and_serving_goes_on(
         "link": "must be in the directory of drafters",
         str(tmp_path): "must be in the directory of drafters",
         "a\0b": "is not a path",
+        "a" * 256: "is not a path",
     }.items():
         response = swapping.http.post("/v1/drafter", json={"drafter": name})
         assert response.status_code == 400 and message in response.json()["error"]["message"], response.text

@@ -8,6 +8,7 @@ from peagle.building import run as building
 from peagle.building import shape
 from peagle.building.config import STAGES
 from peagle.building.plan import Effort
+from peagle.building.state import only_build
 from peagle.console import progress
 
 OUTCOME = {"acceptance_length": 1.5, "num_steps": 3, "workload": "own", "passed": True, "num_answer_tokens": 500}
@@ -131,11 +132,16 @@ def commands(built, monkeypatch):
     return found
 
 
-def test_with_a_price_the_comparison_has_the_cost_of_the_builds_own_training(build, commands, state):
+def test_with_a_price_the_comparison_has_the_cost_of_the_builds_own_training(build, commands, tmp_path):
+    assert build("--to-stage", "train").status == 0
+    path = tmp_path / "out" / "build.json"
+    document = json.loads(path.read_text())
+    for stage, hours in {"check": 4, "data": 2, "train": 0.5}.items():
+        document["stages"][stage]["seconds"] = 3600 * hours
+    path.write_text(json.dumps(document))
     assert build("--to-stage", "bench", "--price-per-hour", "2").status == 0
     words = commands["bench"]
-    spent = sum(state()[stage]["seconds"] for stage in ("data", "train")) / 3600
-    assert float(words[words.index("--training-hours") + 1]) == pytest.approx(max(spent, 0.001), abs=1e-3)
+    assert words[words.index("--training-hours") + 1] == "2.5", "text and training"
     assert words[words.index("--price-per-hour") + 1] == "2.0"
 
 
@@ -168,10 +174,17 @@ def test_a_stage_that_fails_says_what_to_change_and_is_run_again(build, built, s
     monkeypatch.setattr(building, "outcome_of_stage", lambda *_: OUTCOME)
     result = build("--to-stage", "gate")
     assert result.status == 2 and "error: the stage gate failed: logits: 3 differ" in result.err
-    assert "train again with --from-stage train" in result.err and "it resumes at gate" in result.err
+    assert "train again with --from-stage train" in result.err and "it resumes" not in result.err
     assert state()["gate"]["status"] == "failed" and state()["eval"]["status"] == "finished"
     answers["doctor"] = (0, json.dumps({"gate": gate | {"passed": True}}))
     assert build("--to-stage", "gate").status == 0 and state()["gate"]["status"] == "finished"
+
+
+def test_a_second_build_in_the_directory_is_refused(build, built, tmp_path):
+    with only_build(tmp_path / "out"):
+        result = build()
+        assert result.status == 2 and f"error: another build runs in {tmp_path / 'out'}" in result.err
+        assert build("--dry-run").status == 0
 
 
 @pytest.mark.parametrize(

@@ -284,8 +284,26 @@ def test_other_settings_and_other_targets_are_refused(peagle, on_target, models,
     assert refused.status == 2 and "temperatures was [0.0, 0.0, 0.7, 1.0], is [0.0]" in refused.err
     stranger = peagle(*command, "--limit", 3, "--target", models / "stranger", "--dtype", "float32")
     assert stranger.status == 2 and "the target's weights: was 'target'" in stranger.err
-    changed = peagle(*command, *on_target, "--limit", 4)
+    changed = peagle(*command, *on_target, "--limit", 2)
     assert changed.status == 2 and "prompts was" in changed.err
+
+
+def test_a_larger_limit_adds_the_next_prompts_of_the_file(peagle, on_target, prompts, tmp_path):
+    command = ("data", "regenerate", *on_target, *SHORT, "--prompts", prompts)
+    for output, limit in (("grown", 3), ("grown", 4), ("fresh", 4)):
+        assert peagle(*command, "--output", tmp_path / output, "--limit", limit).status == 0
+    assert len(rows_of(tmp_path / "grown")) == 4 and rows_of(tmp_path / "grown") == rows_of(tmp_path / "fresh")
+
+
+def test_a_larger_limit_is_refused_with_several_files_because_it_numbers_prompts_anew(
+    peagle, on_target, prompts, tmp_path
+):
+    more = prompts.with_name("more.jsonl")
+    more.write_text(prompts.read_text())
+    command = ("data", "regenerate", *on_target, *SHORT, "--prompts", prompts, more, "--output", tmp_path / "out")
+    assert peagle(*command, "--limit", 3).status == 0
+    refused = peagle(*command, "--limit", 4)
+    assert refused.status == 2 and "prompts was" in refused.err
 
 
 def test_the_overview_names_every_command(peagle):

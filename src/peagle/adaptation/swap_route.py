@@ -62,11 +62,12 @@ def _within(root: Path, name: str) -> Path:
     """The drafter of that name. Refuses paths that lead out of the directory, links included."""
     try:
         path = (root / name).resolve()
-    except (OSError, ValueError, RuntimeError):  # a null byte, or links in a circle
+        is_directory = path.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a null byte, links in a circle, or a name that is too long
         raise invalid("drafter", "is not a path") from None
     if not path.is_relative_to(root) or path == root:
         raise invalid("drafter", f"must be in the directory of drafters, {root}, got {name[:200]!r}")
-    if not path.is_dir():
+    if not is_directory:
         raise invalid("drafter", f"names no directory: {name[:200]!r}")
     return path
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from peagle.building.config import BuildSettings, Stage
+from peagle.building.config import BuildSettings, Stage, option_words
 from peagle.building.plan import GREEDY_HELD_OUT, Measured, Plan
 
 FILES: dict[Stage, str] = {
@@ -20,6 +20,9 @@ PROMPTS_NAME, SYNTHESIS_NAME = "prompts.jsonl", "synthesis.toml"
 SHORT_ROW = 256
 """Rows below this length need shorter questions than `peagle data synthesize` lets the target write."""
 LEAST_PROMPTS = 8
+HELD_OUT, AMOUNTS = "--num-held-out", ("--num-tokens", "--limit")
+GROWING = (*AMOUNTS, HELD_OUT, "--seconds")
+"""Options of the text that may change while more is added; of those, what is held out stays as it was begun."""
 MOST_CUT = 512
 """Rows up to this length keep answers that are cut at it: most are."""
 
@@ -44,17 +47,17 @@ def commands_of(
             "eval",
             *drafter,
             *given,
-            *_options(limit=effort.eval_prompts, max_tokens=effort.max_tokens),
+            *option_words(limit=effort.eval_prompts, max_tokens=effort.max_tokens),
             "--record",
             "--json",
         ],
         "gate": ["doctor", *drafter, "--json"],
-        "lossless": ["lossless", *drafter, *_options(prompts=compared, **effort.lossless), "--json"],
+        "lossless": ["lossless", *drafter, *option_words(prompts=compared, **effort.lossless), "--json"],
         "bench": [
             "bench",
             *drafter,
-            *_options(prompts=compared, limit=effort.bench_prompts, max_tokens=effort.max_tokens),
-            *_options(max_turns=1, concurrency=concurrency),
+            *option_words(prompts=compared, limit=effort.bench_prompts, max_tokens=effort.max_tokens),
+            *option_words(max_turns=1, concurrency=concurrency),
             *cost,
             "--json",
         ],
@@ -74,20 +77,43 @@ def with_option(command: list[str], name: str, value: Any) -> list[str]:
     return [*command[:place], str(value), *command[place + 1 :]]
 
 
+def option_of(command: list[str], name: str) -> str | None:
+    """The value of an option.
+
+    >>> option_of(["data", "--seconds", "60"], "--seconds"), option_of(["data"], "--seconds")
+    ('60', None)
+    """
+    return command[command.index(name) + 1] if name in command else None
+
+
+def added_tokens(earlier: list[str], now: list[str]) -> int | None:
+    """How much more text (or prompts) a command asks for than an earlier one; None if it differs in other options.
+
+    >>> added_tokens(["data", "--num-tokens", "500"], ["data", "--num-tokens", "800", "--seconds", "60"])
+    300
+    """
+    amounts, others = [], []
+    for command in (earlier, now):
+        amounts += [int(amount) for name in AMOUNTS if (amount := option_of(command, name)) is not None]
+        places = {command.index(name) for name in GROWING if name in command}
+        others.append([word for place, word in enumerate(command) if not places & {place, place - 1}])
+    return amounts[1] - amounts[0] if others[0] == others[1] else None
+
+
 def _data(settings: BuildSettings, target: list[str], measured: Measured, plan: Plan) -> list[str]:
     output, length = stage_path(settings, "data"), measured.max_length
     plain = ["--drafter", "none"] if measured.device == "cpu" else []
-    common = [*target, *_options(output=output, max_length=length, seed=settings.seed), *plain, "--json"]
+    common = [*target, *option_words(output=output, max_length=length, seed=settings.seed), *plain, "--json"]
     if settings.data is not None:
         limit = max(LEAST_PROMPTS, round(plan.num_tokens / answer_tokens(measured)))
-        own = _options(prompts=settings.data, limit=limit, max_answer_tokens=length)
+        own = option_words(prompts=settings.data, limit=limit, max_answer_tokens=length)
         return ["data", "regenerate", *own, *common]
     held_out = max(4, min(GREEDY_HELD_OUT, plan.num_tokens // (10 * answer_tokens(measured))))
-    own = _options(num_tokens=plan.num_tokens, num_held_out=held_out)
+    own = option_words(num_tokens=plan.num_tokens, num_held_out=held_out)
     if measured.has_chat_template and length <= MOST_CUT:
         own.append("--keep-cut")
     if length < SHORT_ROW:
-        own += _options(recipe=settings.output / SYNTHESIS_NAME)
+        own += option_words(recipe=settings.output / SYNTHESIS_NAME)
     return ["data", "synthesize", *own, *common]
 
 
@@ -105,8 +131,5 @@ def _train(settings: BuildSettings, target: list[str], measured: Measured, plan:
     recipe = [] if measured.recipe is None else ["--recipe", measured.recipe]
     steps = {"num_steps": plan.num_steps, "warmup_steps": max(1, min(200, plan.num_steps // 20))}
     paths = {"data": stage_path(settings, "data"), "output": stage_path(settings, "train")}
-    return ["train", *target, *recipe, *_options(**paths, **measured.options, **steps, save_every=plan.save_every)]
-
-
-def _options(**values: Any) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    own = measured.options | {"seed": settings.seed} | steps
+    return ["train", *target, *recipe, *option_words(**paths, **own, save_every=plan.save_every)]

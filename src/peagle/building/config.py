@@ -6,7 +6,8 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,8 @@ FIRST_STAGE: dict[str, Stage] = {
     "num_draft_tokens": "train",
     "num_layers": "train",
     "prompts": "eval",
+    "instance": "bench",
+    "price_per_hour": "bench",
 }
 """The first stage that a setting changes."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -35,7 +38,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit of time, or of money, which is time at the machine's price."""
+    """A limit of time, or of money, which is time at the price of one GPU, or of a machine without one."""
 
     text: str
     seconds: float | None = None
@@ -51,6 +54,17 @@ class Budget:
             return cls(text, usd=value)
         return cls(text, seconds=value * UNITS[found[2]])
 
+    @property
+    def larger(self) -> str:
+        """Four times as much.
+
+        >>> Budget.parse("1.5h").larger, Budget.parse("20usd").larger
+        ('6.0h', '80usd')
+        """
+        text = self.text.strip().lower()
+        value = text.rstrip("smhud")
+        return f"{4 * Decimal(value)}{text[len(value) :]}"
+
     def at(self, price: Price | None) -> "Budget":
         """The budget in seconds."""
         if self.usd is None:
@@ -60,7 +74,7 @@ class Budget:
                 f"--budget {self.text} needs the price of this machine",
                 hint="pass --price-per-hour, or --instance with its name; or give a time, as in --budget 30m",
             )
-        return replace(self, seconds=self.usd / price.usd_per_hour * 3600)
+        return replace(self, seconds=self.usd / price.usd_per_gpu_hour * 3600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +110,28 @@ class BuildSettings:
         if self.output.exists() and not self.output.is_dir():
             raise ConfigError(f"{self.output} is a file, not a directory", hint="pass a new --output")
 
-    def described(self, **target: str | None) -> dict[str, Any]:
-        """The settings that a rerun must repeat, files with their contents."""
+    @property
+    def words(self) -> list[str]:
+        """The options that give these settings."""
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        return option_words(**{name: getattr(self, name) for name in changed})
+
+    def described(self, **others: str | float | None) -> dict[str, Any]:
+        """The settings that a rerun must repeat, files with their contents. `others` name the target and the price."""
         own = {name: value for name, value in vars(self).items() if name != "output"}
         files = {
             name: describe_file(value) if isinstance(value, Path) else value
             for name, value in own.items()
             if name in ("data", "prompts")
         }
-        return target | own | files
+        return others | own | files
+
+
+def option_words(**values: Any) -> list[str]:
+    """Options of a command line; not those whose value is None or chosen automatically.
+
+    >>> option_words(max_length=64, seed=None)
+    ['--max-length', '64']
+    """
+    given = {name: value for name, value in values.items() if value not in (None, "auto")}
+    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

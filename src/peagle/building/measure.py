@@ -12,7 +12,7 @@ import torch
 from peagle.bench.offline import peak_memory
 from peagle.building.config import BuildSettings
 from peagle.building.plan import Measured
-from peagle.building.shape import ROW_TIME, Shape, TargetFacts, shape_of
+from peagle.building.shape import Shape, TargetFacts, shape_of
 from peagle.compare.acceptance import MIXED_PROMPTS_PATH
 from peagle.compare.evidence import render_texts
 from peagle.data.conversations import Conversation
@@ -45,7 +45,7 @@ def measure(target: HFTarget, settings: BuildSettings, budget: float, load_secon
         is_gpu=is_gpu,
         max_length=target.max_length,
         vocab_size=target.vocab_size,
-        row_seconds=ROW_TIME * budget,
+        budget=budget,
         seconds_per_token=batch / batched,
     )
     shape = shape_of(settings, facts)

@@ -123,7 +123,7 @@ class Plan:
         return max(5, min(1000, int(90 / max(each, 1e-6))))
 
     def price(self, price: Price | None) -> float | None:
-        return None if price is None else self.total / 3600 * price.usd_per_hour
+        return None if price is None else self.total / 3600 * price.usd_per_gpu_hour
 
 
 def with_default(budget: Budget | None, device: str) -> Budget | None:

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from peagle.building.commands import (
     FILES,
+    HELD_OUT,
     PROMPTS_NAME,
     SYNTHESIS_NAME,
+    added_tokens,
     answer_tokens,
     commands_of,
+    option_of,
     stage_path,
     synthesis_recipe,
     with_option,
@@ -38,12 +41,13 @@ from peagle.building.plan import (
     steps_within,
     with_default,
 )
+from peagle.building.shape import cpu_row
 from peagle.building.state import BuildState
 from peagle.checkpoint.card import read_card
 from peagle.checkpoint.layouts import WEIGHTS_NAME
 from peagle.data.prompts import read_dialogs
 from peagle.data.shards import write_whole
-from peagle.errors import CapacityError, PeagleError
+from peagle.errors import CapacityError, ConfigError, PeagleError
 from peagle.targets.prices import Price
 
 if TYPE_CHECKING:
@@ -53,16 +57,19 @@ log = logging.getLogger(__name__)
 
 Call = Callable[[list[str]], tuple[int, str]]
 """Runs a command line; returns its status and what it printed."""
-GROWING = ("--num-tokens", "--limit", "--seconds")
-"""Options of the text with which more is added to what is there."""
+SHAPE = ("target", "dtype", "device", "max_length", "num_draft_tokens", "num_layers", "recipe")
+"""Settings that what was measured depends on."""
+NEW_ROWS = {"check", "target", "dtype", "device", "max_length", "recipe"}
+"""A restart and changed settings after which text that is there does not fix the length of rows."""
 HELP: dict[Stage, str] = {
-    "check": "use another target or device",
-    "data": "use an instruction-tuned target, raise --max-length, or give prompts with --data",
-    "train": "lower --max-length or --num-layers, or pass a larger --budget",
-    "eval": "give other prompts with --prompts",
-    "gate": "train again with --from-stage train, with a larger --budget if acceptance is the difference",
+    "data": "raise --max-length or give prompts with --data, and add --from-stage data; or use an instruction-tuned "
+    "target, with a new --output",
+    "train": "lower --num-layers and add --from-stage train, or lower --max-length and add --from-stage data",
+    "eval": "give other prompts with --prompts, and add --from-stage eval",
+    "gate": "train again with --from-stage train; if acceptance is the difference, pass a larger --budget with "
+    "--from-stage data",
     "lossless": "pass a larger --budget with --from-stage data; lossless.json lists every difference",
-    "bench": "give fewer or shorter prompts with --prompts",
+    "bench": "give fewer or shorter prompts with --prompts, and add --from-stage eval",
     "report": "pip install 'peagle[bench]'",
 }
 
@@ -91,13 +98,14 @@ class Build:
     def prepare(self, first: Stage | None = None, *, is_kept: bool = True) -> tuple[Measured, Plan]:
         """Check settings against an earlier run, measure unless that is done, and plan.
 
-        What was measured is kept, also if no plan fits the budget; a dry run writes nothing.
+        What was measured is kept, also if no plan fits the budget; new settings are not. A dry run writes nothing.
         """
+        first = self._new_restart(first)
         self.state.check_settings(self.described, first, self.settings.output)
         measured = self._measured(first)
         if is_kept:
             self.state.write(self.settings.output)
-        plan = make_plan(measured, self._budget(), most_tokens=self._most_tokens(measured))
+        plan = make_plan(measured, self.budget, most_tokens=self._most_tokens(measured))
         parent = next(
             each for each in (self.settings.output, *self.settings.output.absolute().parents) if each.exists()
         )
@@ -105,10 +113,14 @@ class Build:
         return measured, plan
 
     def run(self, measured: Measured, plan: Plan, first: Stage | None = None, last: Stage = "report") -> None:
-        """Run the stages that are not finished, up to the last."""
-        if first is not None:
-            self._discard(first, measured, plan)
+        """Run the stages that are not finished, up to the last; those from the first on again."""
+        if (new := self._new_restart(first)) is not None:
+            self.state.restart(new, adds_text=self._adds_text(measured, plan))
+        elif first is not None:
+            self.say(f"resuming the build that --from-stage {first} began")
+        self.state.settings = self.described
         self.state.write(self.settings.output)
+        self._delete_forgotten()
         for number, stage in enumerate(STAGES[: STAGES.index(last) + 1], start=1):
             if stage == "check" or self.state.is_finished(stage):
                 continue
@@ -117,6 +129,8 @@ class Build:
             self.say(f"\n[{number}/{len(STAGES)}] {stage}: peagle {shlex.join(command)}")
             self._run(stage, command)
             self.say(f"{stage}: {said_of(stage, self.state)}, {minutes(self.state.stages[stage].seconds)}")
+        self.state.restarted = None
+        self.state.write(self.settings.output)
 
     def document(self, stage: Stage) -> dict[str, Any]:
         """What a finished stage printed as JSON."""
@@ -126,15 +140,27 @@ class Build:
     def commands(self, measured: Measured, plan: Plan) -> dict[Stage, list[str]]:
         return commands_of(self.settings, self.target, measured, plan, self.cost)
 
-    def _budget(self) -> Budget | None:
+    @property
+    def budget(self) -> Budget | None:
         return None if self.settings.budget is None else Budget.parse(self.settings.budget).at(self.price)
+
+    def _new_restart(self, first: Stage | None) -> Stage | None:
+        """The stage to run again; None if the same command was interrupted and goes on."""
+        is_same = first == self.state.restarted and not self.state.stale(self.described)
+        return None if is_same else first
 
     def _measured(self, first: Stage | None) -> Measured:
         """The rates of an earlier run, or new ones if that had another shape."""
-        shape = {name: self.described[name] for name in ("max_length", "num_draft_tokens", "num_layers", "recipe")}
+        shape = {name: self.described.get(name) for name in SHAPE}
         record = self.state.stages.get("check")
         if first != "check" and record is not None and record.outcome.get("shape") == shape:
-            return measured_from(record.outcome["measured"])
+            measured = measured_from(record.outcome["measured"])
+            if "data" in self.state.stages or self._row(measured, record.outcome.get("budget")) == self._row(measured):
+                return measured
+        settings = self.settings
+        is_new = NEW_ROWS & {first, *self.state.changed(self.described)}
+        if record is not None and "data" in self.state.stages and not is_new:
+            settings = replace(settings, max_length=record.outcome["measured"]["max_length"])
         self.say("measuring how fast this machine decodes with the target and trains: about a minute")
         self.state.begin("check", [])
         started = time.perf_counter()
@@ -143,12 +169,24 @@ class Build:
 
         from peagle.building.measure import fitting_prompts, measure
 
-        budget = with_default(self._budget(), target.device.type)
-        measured = measure(target, self.settings, (budget and budget.seconds) or 0.0, load_seconds)
+        budget = self._seconds(target.device.type)
+        measured = measure(target, settings, budget, load_seconds)
         prompts = fitting_prompts(target)
-        outcome = {"measured": outcome_of(measured), "shape": shape, "prompts": prompts}
+        outcome = {"measured": outcome_of(measured), "shape": shape, "budget": budget, "prompts": prompts}
         self.state.end("check", "finished", outcome)
         return measured
+
+    def _seconds(self, device: str) -> float:
+        """The budget in seconds; 0 without one."""
+        budget = with_default(self.budget, device)
+        return (budget and budget.seconds) or 0.0
+
+    def _row(self, measured: Measured, budget: float | None = None) -> int:
+        """Tokens of a row for a budget in seconds, by default that of this run, if rows depend on it."""
+        if measured.recipe is not None or self.settings.max_length is not None:
+            return measured.max_length
+        budget = self._seconds(measured.device) if budget is None else budget
+        return cpu_row(budget, measured.batch / measured.tokens_per_second)
 
     def _most_tokens(self, measured: Measured) -> int | None:
         """Answer tokens that the prompts of --data can give."""
@@ -164,6 +202,8 @@ class Build:
                 return begun.command
             plan = self._settled(measured, plan)
         command = self.commands(measured, plan)[stage]
+        if stage == "data" and begun is not None and (held_out := option_of(begun.command, HELD_OUT)) is not None:
+            command = with_option(command, HELD_OUT, held_out)
         if stage == "data" and plan.budget is not None and self.settings.data is None:
             spent, planned = 0.0 if begun is None else begun.seconds, plan.num_tokens / measured.answers_per_second
             least = max(planned / 2, row_seconds(measured))  # what was begun before an interruption is lost
@@ -197,14 +237,21 @@ class Build:
 
     def _run(self, stage: Stage, command: list[str]) -> None:
         state, output = self.state, self.settings.output
+        is_trained = stage == "train" and self._is_trained()
+        if is_trained and stage not in state.stages:
+            raise ConfigError(
+                f"{stage_path(self.settings, stage)} holds a drafter that this build did not train",
+                hint="move it away, or pass a new --output",
+            )
         state.begin(stage, command)
         state.write(output)
         try:
-            status, printed = (0, "") if self._is_trained(stage) else self.call(command)
+            status, printed = (0, "") if is_trained else self.call(command)
             document = json.loads(printed.strip().rpartition("\n")[2]) if "--json" in command else {}
             if stage not in ("data", "train", "report"):
                 write_whole(stage_path(self.settings, stage), (json.dumps(document) + "\n").encode())
             if status and not _is_unshown(stage, document):
+                state.restarted = None  # the command has ended: repeated, it runs the stages again
                 raise StageError(_failure(stage, document))
             outcome = outcome_of_stage(stage, document, stage_path(self.settings, stage))
         except KeyboardInterrupt:
@@ -221,37 +268,38 @@ class Build:
         state.end(stage, "finished", outcome)
         state.write(output)
 
-    def _is_trained(self, stage: Stage) -> bool:
-        """Whether training had finished when the build was killed."""
-        if stage != "train":
-            return False
+    def _is_trained(self) -> bool:
+        """Whether a training has finished: of a build that was killed before it recorded that, or of another."""
         from peagle.training.resume import saved_settings
 
-        output = stage_path(self.settings, stage)
+        output = stage_path(self.settings, "train")
         return (output / WEIGHTS_NAME).exists() and not saved_settings(output)
 
     def _explained(self, stage: Stage, error: Exception) -> PeagleError:
-        again = f"Then rerun the command: it resumes at {stage}"
         if isinstance(error, PeagleError):
             hint = error.hint or HELP[stage]
-            return StageError(f"the stage {stage} failed: {error.message}", hint=f"{hint}. {again}")
+            if "--" not in hint:  # options change settings, and then it does not resume
+                hint += f". Then rerun the command: it resumes at {stage}"
+            return StageError(f"the stage {stage} failed: {error.message}", hint=hint)
         if type(error).__name__ == "OutOfMemoryError":
             message = f"the stage {stage} ran out of memory: {str(error).splitlines()[0]}"
-            return CapacityError(message, hint=f"{HELP['train']}. {again}")
+            return CapacityError(message, hint=HELP["train"])
         return StageError(f"the stage {stage} failed: {type(error).__name__}: {error}")
 
-    def _discard(self, first: Stage, measured: Measured, plan: Plan) -> None:
-        """Forget the stages from the first on, and delete what they wrote; text that the new plan adds to is kept."""
-        later = STAGES[STAGES.index(first) :]
-        check = self.state.stages["check"]
-        earlier = self.state.stages.get("data")
-        planned = self.commands(measured, plan)["data"]
-        grows = earlier is not None and _grows(earlier.command, planned)
-        self.state.forget(first)
-        self.state.stages = {"check": check} | self.state.stages
-        for stage in later:
-            if stage in FILES and not (stage == "data" and grows):
-                _remove(stage_path(self.settings, stage))
+    def _adds_text(self, measured: Measured, plan: Plan) -> bool:
+        """Whether the text that is there is kept: more is wanted, or as much with another budget."""
+        earlier, changed = self.state.stages.get("data"), self.state.changed(self.described)
+        if earlier is None or "data" in changed:
+            return False
+        added = added_tokens(earlier.command, self.commands(measured, plan)["data"])
+        return added is not None and (added > 0 or (added == 0 and "budget" in changed))
+
+    def _delete_forgotten(self) -> None:
+        """Delete what the stages that run again wrote before; also if that was interrupted."""
+        if self.state.restarted is not None:
+            for stage in STAGES[STAGES.index(self.state.restarted) :]:
+                if stage in FILES and stage not in self.state.stages:
+                    _remove(stage_path(self.settings, stage))
 
 
 def outcome_of_stage(stage: Stage, document: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -314,20 +362,6 @@ def _is_unshown(stage: Stage, document: dict[str, Any]) -> bool:
 
 def _unequal(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in (*document["comparisons"], *document["distributions"]) if not each["holds"]]
-
-
-def _grows(earlier: list[str], now: list[str]) -> bool:
-    """Whether a command for text adds to what the earlier one wrote."""
-    kept = []
-    for command in (earlier, now):
-        for name in GROWING:
-            if name in command:
-                command = with_option(command, name, "")
-        kept.append([word for word in command if word and word not in GROWING])
-    amounts = [
-        int(command[command.index(name) + 1]) for command in (earlier, now) for name in GROWING[:2] if name in command
-    ]
-    return kept[0] == kept[1] and len(amounts) == 2 and amounts[1] > amounts[0]
 
 
 def _remove(path: Path) -> None:

@@ -40,15 +40,10 @@ class TargetFacts:
     is_gpu: bool
     max_length: int
     vocab_size: int
-    row_seconds: float
-    """in which a row may be written"""
+    budget: float
+    """in seconds"""
     seconds_per_token: float
     """of each request of a batch"""
-
-    @property
-    def cpu_row(self) -> int:
-        fitting = int(self.row_seconds / self.seconds_per_token) // 32 * 32
-        return max(ROWS[0], min(ROWS[1], fitting))
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,16 @@ class Shape:
         return TrainConfig(**vars(config) | own)
 
 
+def cpu_row(budget: float, seconds_per_token: float) -> int:
+    """Tokens of a row of text on a CPU, for a budget in seconds.
+
+    >>> cpu_row(60, 0.3), cpu_row(600, 0.3), cpu_row(3600, 0.3)
+    (128, 192, 256)
+    """
+    fitting = int(ROW_TIME * budget / seconds_per_token) // 32 * 32
+    return max(ROWS[0], min(ROWS[1], fitting))
+
+
 def recipe_for(num_parameters: int, architecture: str, has_experts: bool) -> str:
     """
     >>> recipe_for(135_000_000, "LlamaForCausalLM", False), recipe_for(8_000_000_000, "LlamaForCausalLM", False)
@@ -85,12 +90,12 @@ def recipe_for(num_parameters: int, architecture: str, has_experts: bool) -> str
 def shape_of(settings: BuildSettings, facts: TargetFacts) -> Shape:
     """The shape for a target, in rows that its context holds."""
     given = {name: getattr(settings, name) for name in ("max_length", "num_draft_tokens", "num_layers")}
-    options = {name: value for name, value in given.items() if value is not None} | {"seed": settings.seed}
+    options = {name: value for name, value in given.items() if value is not None}
     recipe = settings.recipe
     if recipe is None and facts.is_gpu:
         recipe = recipe_for(facts.num_parameters, facts.architecture, facts.has_experts)
     if recipe is None:
-        options = ON_CPU | {"max_length": facts.cpu_row} | options
+        options = ON_CPU | {"max_length": cpu_row(facts.budget, facts.seconds_per_token)} | options
         if facts.vocab_size > 2 * CPU_DRAFT_VOCAB:
             options["draft_vocab_size"] = CPU_DRAFT_VOCAB
     shape = Shape(recipe, options, FULL_TOKENS.get(recipe or "embedded", MOST_TOKENS))

@@ -2,11 +2,12 @@
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from peagle.bench.verdict import MIN_SPEED_UP
 from peagle.building.config import STAGES, BuildSettings, Stage
-from peagle.building.plan import GIB, Measured, Plan, minutes
+from peagle.building.plan import GIB, Measured, Plan, minutes, with_default
 from peagle.building.run import Build, said_of
 from peagle.building.state import BuildState
 from peagle.cost import dollars
@@ -41,7 +42,8 @@ def plan_lines(
         + (f"; {minutes(state.seconds)} spent so far" if len(state.stages) > 1 else ""),
     }
     if price is not None:
-        facts["price"] = f"{dollars(plan.price(price) or 0)} at {price.text}"
+        one = " for one GPU" if price.num_gpus > 1 else ""
+        facts["price"] = f"{dollars(plan.price(price) or 0)}{one} at {price.text}"
     lines = [f"{name:<9} {value}" for name, value in facts.items()]
     lines += ["", f"{'stage':<9} {'about':>8}  {'state':<9} {'command' if commands else ''}".rstrip()]
     for stage in STAGES:
@@ -74,7 +76,8 @@ def verdict_lines(build: Build, measured: Measured) -> list[str]:
             f"does it pay? yes: {best['speedup']:.2f} times plain decoding at concurrency {best['concurrency']}",
             f"next: peagle serve --drafter {place}",
         ]
-    cell = next(each for each in compared["cells"] if each["label"] == best["label"] and each["speedup"] is not None)
+    found = (best["label"], best["concurrency"])
+    cell = next(each for each in compared["cells"] if (each["label"], each["concurrency"]) == found)
     length, most = cell["acceptance_length"], measured.num_draft_tokens + 1
     said = f"does it pay? no: {best['speedup']:.2f} times plain decoding at concurrency {best['concurrency']}"
     if length is not None and (needed := length / best["speedup"]) <= most:
@@ -89,13 +92,14 @@ def _needed(build: Build, measured: Measured, text: Mapping[str, Any], trained: 
     """What a drafter that pays needs, compared with what this one had."""
     had = f"{text['num_answer_tokens']:,} answer tokens and {trained['num_steps']:,} steps"
     seconds = measured.full_tokens / measured.answers_per_second + measured.full_steps * measured.seconds_per_step
-    if text["num_answer_tokens"] >= measured.full_tokens:
+    budget = with_default(build.budget, measured.device)
+    if text["num_answer_tokens"] >= measured.full_tokens or budget is None:
         return ["what would be needed: text like that of your users; give it with --data and --from-stage data"]
     where = "" if measured.device == "cuda" else ": use a GPU"
-    again = shlex.join(["peagle", "build", *build.target, "--output", str(build.settings.output)])
+    larger = replace(build.settings, budget=budget.larger)
+    again = shlex.join(["peagle", "build", *build.target, *larger.words, *build.cost, "--from-stage", "data"])
     return [
         f"what would be needed: more text and training. This drafter had {had}; a full training has "
         f"{measured.full_tokens:,} tokens and takes about {minutes(seconds)} on this machine{where}",
-        f"next: `{again} --from-stage data` with a larger --budget adds to the text and trains again; "
-        "`peagle catalog` lists published drafters",
+        f"next: `{again}` adds to the text and trains again; `peagle catalog` lists published drafters",
     ]

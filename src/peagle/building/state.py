@@ -4,8 +4,11 @@ Each stage has a record: its command, the time it took over all attempts, and it
 could not write how long it ran; the newest file in its directory tells.
 """
 
+import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any, Literal
 from peagle.building.config import FIRST_STAGE, STAGES, Stage
 from peagle.config import from_mapping
 from peagle.data.config import differences
+from peagle.data.shard_writer import locked
 from peagle.data.shards import write_whole
 from peagle.errors import ConfigError
 
@@ -41,6 +45,8 @@ class BuildState:
 
     settings: dict[str, Any]
     stages: dict[str, Record] = field(default_factory=dict)
+    restarted: Stage | None = None
+    """the stage of a --from-stage whose command has not ended"""
     format: str = FORMAT
 
     @classmethod
@@ -91,24 +97,34 @@ class BuildState:
             if record.began:
                 record.seconds, record.began = round(record.seconds + time.time() - record.began, 1), 0.0
 
-    def forget(self, first: Stage) -> None:
-        """Drop the records from a stage on."""
+    def restart(self, first: Stage, *, adds_text: bool) -> None:
+        """Forget the stages from the first on, but not what was measured, nor text that more is added to."""
         for stage in STAGES[STAGES.index(first) :]:
-            self.stages.pop(stage, None)
+            if stage == "data" and adds_text:
+                self.stages[stage].status = "running"
+            elif stage != "check":
+                self.stages.pop(stage, None)
+        self.restarted = first
+
+    def changed(self, now: dict[str, Any]) -> list[str]:
+        """The names of the settings that differ."""
+        return [name for name, value in now.items() if self.settings.get(name) != value]
+
+    def stale(self, now: dict[str, Any], first: Stage | None = None) -> list[Stage]:
+        """The stages before the first to be run again that were begun with other settings."""
+        start = min((STAGES.index(FIRST_STAGE[name]) for name in self.changed(now)), default=len(STAGES))
+        return [stage for stage in STAGES[start : first and STAGES.index(first)] if stage in self.stages]
 
     def check_settings(self, now: dict[str, Any], first: Stage | None, directory: Path) -> None:
-        """Take over changed settings; refuse those that a stage which is kept was begun with."""
-        changed = [name for name, value in now.items() if self.settings.get(name) != value]
-        stale = min((STAGES.index(FIRST_STAGE[name]) for name in changed), default=len(STAGES))
-        kept = [stage for stage in STAGES[stale : first and STAGES.index(first)] if stage in self.stages]
-        if kept:
+        """Refuse changed settings if a stage that is kept was begun with the earlier ones."""
+        if kept := self.stale(now, first):
+            start = min((FIRST_STAGE[name] for name in self.changed(now)), key=STAGES.index)
             raise ConfigError(
                 f"{directory} was built with other settings: {'; '.join(differences(self.settings, now))}. "
                 f"{'These stages' if len(kept) > 1 else 'This stage'} would be stale: {', '.join(kept)}",
-                hint=f"add --from-stage {STAGES[stale]} to run them again with the new settings, repeat the earlier "
+                hint=f"add --from-stage {start} to run them again with the new settings, repeat the earlier "
                 "settings, or pass a new --output",
             )
-        self.settings = now
 
     @staticmethod
     def _count_killed(record: Record, directory: Path) -> None:
@@ -116,3 +132,14 @@ class BuildState:
             newest = max((path.stat().st_mtime for path in directory.rglob("*") if path.is_file()), default=0.0)
             record.seconds = round(record.seconds + max(0.0, newest - record.began), 1)
             record.began = 0.0
+
+
+@contextlib.contextmanager
+def only_build(directory: Path) -> Iterator[None]:
+    """Refuse a second build in the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = locked(directory, f"another build runs in {directory}")
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from peagle.bench.plot import check_plot_library
-from peagle.building.config import STAGES, Budget, BuildSettings, Stage
+from peagle.building.config import STAGES, Budget, BuildSettings, Stage, option_words
 from peagle.building.shape import check_recipe
 from peagle.console.arguments import TargetArguments, parse, with_positional
 from peagle.console.progress import working
@@ -37,9 +37,9 @@ class Arguments:
     to_stage: Stage = "report"
     """stop after this stage"""
     price_per_hour: float | None = None
-    """price of this machine in US dollars"""
+    """price of this machine in US dollars; default: that of the instance in peagle's dated list"""
     instance: str | None = None
-    """instance type that this machine is, for example ml.p5.4xlarge: its price is used"""
+    """instance type that this machine is, for example ml.p5.4xlarge: its price per GPU is used, as a build needs one"""
     target: TargetArguments = field(default_factory=TargetArguments)
 
 
@@ -51,34 +51,29 @@ def main(argv: list[str]) -> int:
     price = price_of(arguments.instance, arguments.price_per_hour)
     if settings.budget is not None:
         Budget.parse(settings.budget).at(price)
-    given = {"--target": options.target, "--dtype": options.dtype, "--device": options.device}
-    costs = {"--instance": arguments.instance, "--price-per-hour": arguments.price_per_hour}
+    given = {"target": options.target, "dtype": options.dtype, "device": options.device}
+    costs = {"instance": arguments.instance, "price_per_hour": arguments.price_per_hour}
+    described = settings.described(**given, **costs)
 
     from peagle.building.run import Build
     from peagle.building.shown import plan_lines, verdict_lines
+    from peagle.building.state import only_build
 
-    build = Build(
-        settings,
-        [word for name, value in given.items() if value not in (None, "auto") for word in (name, str(value))],
-        settings.described(**{name.removeprefix("--"): value for name, value in given.items()}),
-        options.load,
-        call,
-        say,
-        price,
-        [word for name, value in costs.items() if value is not None for word in (name, str(value))],
-    )
-    with working("measuring this machine"):
-        measured, plan = build.prepare(arguments.from_stage, is_kept=not arguments.dry_run)
-    if price is not None:
-        price.check(measured.accelerator)
-    commands = build.commands(measured, plan) if arguments.dry_run else {}
-    print("\n".join(plan_lines(settings, measured, plan, build.state, commands, price)), flush=True)
-    if arguments.dry_run:
-        return 0
-    build.run(measured, plan, arguments.from_stage, arguments.to_stage)
-    if all(build.state.is_finished(stage) for stage in STAGES):
-        print("\n" + "\n".join(verdict_lines(build, measured)))
-        print(f"report: {settings.output / 'report.html'}")
+    with contextlib.nullcontext() if arguments.dry_run else only_build(settings.output):
+        words, cost = option_words(**given), option_words(**costs)
+        build = Build(settings, words, described, options.load, call, say, price, cost)
+        with working("measuring this machine"):
+            measured, plan = build.prepare(arguments.from_stage, is_kept=not arguments.dry_run)
+        if price is not None:
+            price.check(measured.accelerator)
+        commands = build.commands(measured, plan) if arguments.dry_run else {}
+        print("\n".join(plan_lines(settings, measured, plan, build.state, commands, price)), flush=True)
+        if arguments.dry_run:
+            return 0
+        build.run(measured, plan, arguments.from_stage, arguments.to_stage)
+        if all(build.state.is_finished(stage) for stage in STAGES):
+            print("\n" + "\n".join(verdict_lines(build, measured)))
+            print(f"report: {settings.output / 'report.html'}")
     return 0
 
 

@@ -215,6 +215,19 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     ]
 
 
+def with_limit_of(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """`now` with the limit of an earlier run, if that was smaller: a larger one only adds the next prompts.
+
+    Not with several files: a limit counts in each, so another one numbers the prompts of the later files anew.
+    """
+    before, after = earlier.get("prompts", ()), now.get("prompts", ())
+    if len(before) == len(after) == 1 and before[0]["limit"] is not None:
+        least, limit = before[0]["limit"], after[0]["limit"]
+        if limit is None or limit > least:
+            return {**now, "prompts": [{**after[0], "limit": least}]}
+    return dict(now)
+
+
 def _check_sampling(config: SynthesisConfig | RegenerationConfig) -> None:
     if not config.temperatures or not all(0 <= temperature < math.inf for temperature in config.temperatures):
         raise ConfigError(f"temperatures must be 0 or more, got {', '.join(map(str, config.temperatures)) or 'none'}")

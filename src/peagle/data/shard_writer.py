@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.numpy import save
 
 from peagle.checkpoint.card import TargetIdentity
-from peagle.data.config import differences
+from peagle.data.config import differences, with_limit_of
 from peagle.data.shards import (
     FORMAT,
     MANIFEST_NAME,
@@ -61,7 +61,7 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
     ) -> None:
         self.directory, self._shard_tokens = directory, shard_tokens
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(directory)
+        self._lock = locked(directory, f"another process is writing to {directory}")
         try:
             identity = {"format": FORMAT, "kind": kind, "target": vars(target), "settings": _plain(settings)}
             self._manifest: dict[str, Any] = identity | {"is_complete": False, "shards": [], "runs": []}
@@ -132,8 +132,8 @@ class ShardWriter(contextlib.AbstractContextManager["ShardWriter"]):
         Path(self._file.name).unlink()
 
     def _resume(self, kind: str, target: TargetIdentity, settings: Mapping[str, Any]) -> None:
-        check_made_by(self.directory, kind, target, settings)
         earlier = read_manifest(self.directory)
+        check_made_by(self.directory, kind, target, with_limit_of(earlier["settings"], settings))
         self._manifest |= {"shards": earlier["shards"], "runs": earlier["runs"]}
         for shard in open_shards(self.directory).shards:
             self.keys.update(shard.keys.tolist(), shard.dropped_keys.tolist())
@@ -230,16 +230,14 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _locked(directory: Path) -> int:
+def locked(directory: Path, refusal: str) -> int:
     """The descriptor of a directory, locked against other processes until it is closed."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ConfigError(
-            f"another process is writing to {directory}", hint="wait for it, or pass another --output"
-        ) from error
+        raise ConfigError(refusal, hint="wait for it, or pass another --output") from error
     except OSError as error:  # some network file systems have no locks
         log.info("cannot lock %s (%s); make sure that no other process writes to it", directory, error.strerror)
     return descriptor
