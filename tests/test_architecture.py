@@ -41,6 +41,7 @@ FLOORS = {
     "targets": 4,
     "experts": 4,
     "native": 3,
+    "quantized": 3,
     "kernels": 2,
     "dialects": 2,
     "cache": 1,
@@ -50,6 +51,7 @@ FLOORS = {
     "tokenizer": 1,
     "provenance": 1,
     "rows": 1,
+    "safetensors_header": 1,
     "errors": 0,
 }
 TORCH_FREE_AREAS = {
@@ -65,6 +67,7 @@ TORCH_FREE_AREAS = {
     "responses",
     "report",
     "rows",
+    "safetensors_header",
     "sagemaker",
     "sampling_params",
     "scheduling",
@@ -82,6 +85,8 @@ TORCH_FREE_MODULES = {
     "peagle.data.prompts",
     "peagle.drafter.config",
     "peagle.objective.config",
+    "peagle.quantized.formats",
+    "peagle.quantized.headers",
     "peagle.targets.catalog",
     "peagle.targets.catalog_report",
     "peagle.targets.hub",

@@ -24,6 +24,8 @@ class StandInHub:
     gated: set[str] = field(default_factory=set)
     parameters: dict[str, dict[str, int]] = field(default_factory=dict)
     """By model id: the number of parameters of each dtype."""
+    quantization: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By model id: the quantization_config of its config.json."""
     served: list[str] = field(default_factory=list)
     """Files served, as model id and path."""
     url: str = ""
@@ -45,6 +47,8 @@ class StandInHub:
         siblings = [{"rfilename": str(each.relative_to(directory))} for each in files]
         counts = self.parameters.get(model_id)
         held = {} if counts is None else {"safetensors": {"parameters": counts, "total": sum(counts.values())}}
+        if model_id in self.quantization:
+            held["config"] = {"quantization_config": self.quantization[model_id]}
         about = {"id": model_id, "sha": COMMIT, "siblings": siblings, "private": False} | held
         return 200, {}, json.dumps(about).encode()
 

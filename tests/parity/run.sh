@@ -207,6 +207,8 @@ compare_with_vllm() {
         compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
+    compare "few-bit weights and compressed-tensors" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+        "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_compressed_tensors.py
     compare clients env PEAGLE_CLIENTS_PYTHON="$CLIENTS_VENV/bin/python" PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
         PEAGLE_EVALUATORS_PYTHON="$EVALUATORS_VENV/bin/python" \
         "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_clients.py

@@ -362,15 +362,15 @@ def test_a_catalog_model_that_does_not_fit_is_refused_with_the_numbers_before_an
     assert not stand_in.served
 
 
+@pytest.mark.parametrize(("kind", "billions", "config"), [("U8", 4, {}), ("I32", 1, {"bits": 4}), ("I32", 2, {})])
 def test_of_any_other_model_the_hub_is_asked_how_large_it_is(
-    made: Path, stand_in: StandInHub, monkeypatch: pytest.MonkeyPatch
+    made: Path, stand_in: StandInHub, monkeypatch: pytest.MonkeyPatch, kind: str, billions: int, config: dict[str, int]
 ) -> None:
-    stand_in.repositories = {"some/model": made / "target"}
-    stand_in.parameters = {"some/model": {"BF16": 1_000_000_000, "U8": 4_000_000_000}}
+    stand_in.repositories, stand_in.quantization = {"some/model": made / "target"}, {"some/model": config}
+    stand_in.parameters = {"some/model": {"BF16": 1_000_000_000, kind: billions * 1_000_000_000}}
     monkeypatch.setattr(capacity, "available_bytes", lambda: 16_000_000_000)
     error = refused(lambda: load_target("some/model", dtype="bfloat16", device="cpu"), CapacityError)
-    assert "9.0 billion parameters of 2 bytes (bfloat16) take 18.0 GB" in error.message, "a byte holds two of four bits"
-    assert not stand_in.served
+    assert "9.0 billion parameters of 2 bytes (bfloat16) take 18.0 GB" in error.message and not stand_in.served
 
 
 def test_files_that_are_here_are_measured_by_their_heads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,13 @@ from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
 from peagle.engine.outputs import EngineStats
+from peagle.quantized.load import dequantize_options, forget_quantization
 from peagle.sampling_params import SamplingParams
 from peagle.targets.capacity import count_parameters
 from peagle.targets.catalog import find
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 from peagle.targets.near_tie import NEAR_TIE
-from peagle.targets.quantized import dequantize_options, forget_quantization
 
 MAX_TOKENS = 24
 LENGTHS = (5, 17, 40, 90)

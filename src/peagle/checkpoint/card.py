@@ -153,7 +153,8 @@ class Baseline:
 def baseline_of(acceptance: Mapping[str, Any], num_draft_tokens: int, is_sampled: bool = False) -> Baseline | None:
     """The acceptance length to expect with `num_draft_tokens`, from a card; None if the card has no figure.
 
-    is_sampled: of requests with a temperature. Figures measured by decoding prompts go before replays of training data.
+    is_sampled: of requests with a temperature. Figures measured by decoding prompts take precedence over replays of
+        training data.
     Rates per position do not depend on how many more positions are drafted, so a shorter draft's baseline is known too.
 
     >>> baseline_of({"one": {"per_position": [0.6, 0.4, 0.2]}, "two": {"per_position": [0.8, 0.6, 0.4]}}, 2)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle.errors import CheckpointError
-from peagle.targets.safetensors_header import read_header, read_index
+from peagle.safetensors_header import read_header, read_index
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from peagle.checkpoint.native import COMPACT_TENSOR, drafter_directory
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
-from peagle.targets.safetensors_header import read_header
+from peagle.safetensors_header import read_header
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget

@@ -46,7 +46,7 @@ class VllmArguments:
     num_draft_tokens: int | None = None
     """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers recommend"""
     settings: Path | None = None
-    """settings of `peagle tune`; options given here go before them"""
+    """settings of `peagle tune`; options on the command line take precedence"""
     max_length: int | None = None
     """maximum tokens of a sequence, prompt plus answer; default: the target's limit"""
     served_model_name: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class DeployArguments:
     name: Name
     """endpoint name: letters, digits, hyphens"""
     settings: Path | None = None
-    """settings of `peagle tune`; options given here go before them"""
+    """settings of `peagle tune`; options on the command line take precedence"""
     serving: Serving = field(default_factory=Serving)
     host: Host = field(default_factory=Host)
     account: AccountArguments = field(default_factory=AccountArguments)

@@ -56,11 +56,12 @@ class Arguments(ModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target to serve; same as --target"""
     num_draft_tokens: int | None = None
-    """draft tokens per step; 0 turns speculation off. Default: what the drafter's makers or a measurement recommend"""
+    """draft tokens per step; 0 turns speculation off. Default: our engine verifies the drafts that pay; vLLM gets what
+    the drafter's makers or a measurement recommend"""
     engine_name: Annotated[Literal["native", "vllm"], tyro.conf.arg(name="engine")] = "native"
     """native: our own, for one GPU or a CPU; vllm: vLLM, for several GPUs and nodes"""
     settings_file: Annotated[Path | None, tyro.conf.arg(name="settings")] = None
-    """settings of `peagle tune`; options given here go before them"""
+    """settings of `peagle tune`; options on the command line take precedence"""
     server: ServerOptions = field(default_factory=ServerOptions)
     engine: EngineOptions = DEFAULT_ENGINE
     recording: RecordOptions = field(default_factory=RecordOptions)

@@ -8,15 +8,20 @@ import torch
 
 from peagle.errors import CapacityError
 from peagle.host_memory import available_bytes
+from peagle.quantized.formats import quantization_config
+from peagle.quantized.headers import read_few_bit
+from peagle.safetensors_header import read_header, weight_files
 from peagle.targets.catalog import GB, CatalogEntry
-from peagle.targets.safetensors_header import read_header, weight_files
 
 
 def count_parameters(directory: Path) -> int:
     """The number of parameters in the directory's safetensors files, read from their headers; 0 without such files.
 
-    4-bit weights are stored two per byte, as `..._blocks`. The scales of quantized weights are not counted.
+    Few-bit weights count as the plain weights that loading makes of them: MXFP4 stores two per byte, as `..._blocks`.
+    Scales are not counted. Refuses few-bit weights that cannot be read.
     """
+    if (few_bit := read_few_bit(directory)) is not None:
+        return few_bit.num_parameters
     total = 0
     for path in weight_files(directory):
         for name, info in read_header(path).items():
@@ -26,7 +31,12 @@ def count_parameters(directory: Path) -> int:
 
 
 def check_fits(
-    name: str, num_parameters: int, dtype: torch.dtype, device: torch.device, entry: CatalogEntry | None = None
+    name: str,
+    num_parameters: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    entry: CatalogEntry | None = None,
+    directory: Path | None = None,
 ) -> None:
     """Refuse weights that exceed the device's free memory. The KV cache comes on top."""
     needed = num_parameters * dtype.itemsize
@@ -43,6 +53,8 @@ def check_fits(
         is_smaller = entry.quantized_target is not None or entry.weights in ("mxfp4", "fp8")
         way = f"runs its quantized weights, {entry.vllm_gb():.1f} GB" if is_smaller else "spreads it over several GPUs"
         hint += f"; vLLM {way}: `peagle serve {entry.name} --engine vllm`"
+    elif directory is not None and quantization_config(directory):
+        hint += f"; vLLM runs its quantized weights as they are: `peagle serve {directory} --engine vllm`"
     kind = str(dtype).removeprefix("torch.")
     raise CapacityError(
         f"{name} does not fit: {num_parameters / GB:.1f} billion parameters of {dtype.itemsize} bytes ({kind}) take "

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peagle.errors import CheckpointError, TargetError, first_line
+from peagle.safetensors_header import read_index
 from peagle.targets.catalog import check_spelling, entries, find
-from peagle.targets.safetensors_header import read_index
 
 log = logging.getLogger(__name__)
 
@@ -152,13 +152,15 @@ def published(model_id: str, *names: str) -> Path | None:
 
 
 def count_parameters(model_id: str) -> int | None:
-    """The number of parameters according to the hub; None if unknown or unreachable."""
+    """The number of parameters according to the hub, at least; None if unknown or unreachable."""
     from huggingface_hub import HfApi
 
     try:
-        held: Any = HfApi().model_info(model_id, expand=["safetensors"], timeout=10).safetensors
-        # A byte holds two 4-bit weights.
-        return sum(count * (2 if dtype == "U8" else 1) for dtype, count in held.parameters.items())
+        about: Any = HfApi().model_info(model_id, expand=["safetensors", "config"], timeout=10)
+        stored = (about.config or {}).get("quantization_config") or {}
+        # A byte holds two 4-bit weights, an int32 as many as the config says, or at least four.
+        held = {"U8": 2, "I32": 32 // stored.get("bits", 8)}
+        return sum(count * held.get(dtype, 1) for dtype, count in about.safetensors.parameters.items())
     except Exception:  # the download reports the problem
         return None
 

@@ -16,11 +16,11 @@ from peagle.cache import cache_directory
 from peagle.errors import CheckpointError, TargetError, first_line
 from peagle.host_memory import total_bytes
 from peagle.native.gguf_blocks import attach_blocks, blocks_path, write_blocks
+from peagle.quantized.load import forget_quantization, load_model
 from peagle.targets import hub
 from peagle.targets.capacity import check_fits, count_parameters
 from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, check_spelling, find
 from peagle.targets.hf import HFTarget
-from peagle.targets.quantized import dequantize_options, finish_dequantizing, forget_quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def load_target(
     None loads the embedded default. A GGUF file is converted once, to safetensors in the cache directory
     (`PEAGLE_CACHE`, else ~/.cache/peagle). The choice behind "auto" is logged with its reason.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     name = DEFAULT_TARGET if target is None else os.fspath(target)
     entry = find(name)
@@ -50,28 +50,25 @@ def load_target(
     directory = local_target(name, entry)
     num_parameters = _num_parameters(name, entry, directory)
     chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
-    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry)
+    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory)
     if directory is None:
         directory = hub.download(_model_id(name, entry), "target")
-    options = dequantize_options(directory) | _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
+        num_parameters = _num_parameters(name, entry, directory)  # the hub does not know it of few-bit weights
+        check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory)
+    placement = _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=chosen_dtype, output_loading_info=True, **options
-        )
+        model, report = load_model(directory, chosen_dtype, **placement)
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
         raise TargetError(
             f"cannot load a causal LM from {directory}: {first_line(error)}",
             hint="it needs config.json, tokenizer.json and safetensors weights of one model",
         ) from error
-    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise TargetError(
             f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
             hint="the weights are incomplete; copy or download them again",
         )
-    if "quantization_config" in options:
-        finish_dequantizing(model, chosen_dtype)
     if chosen_device.type == "cpu" and chosen_dtype == torch.float32:
         attach_blocks(model, directory)
     return HFTarget(

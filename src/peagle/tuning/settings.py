@@ -1,6 +1,6 @@
 """The settings file of `peagle tune`, and the options that `serve` and `deploy` take from it.
 
-Options on the command line go before those of the file.
+Options on the command line take precedence over those of the file.
 """
 
 import json

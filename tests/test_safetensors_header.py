@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from peagle.errors import CheckpointError
-from peagle.targets.safetensors_header import TensorInfo, read_header, read_index, weight_files
+from peagle.safetensors_header import TensorInfo, read_header, read_index, weight_files
 
 INDEX = "model.safetensors.index.json"
 
