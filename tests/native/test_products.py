@@ -1,5 +1,6 @@
 """Products with stored weights against float64; the kernels are compiled and run for real."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,19 @@ def test_kernels_that_read_each_others_results_give_the_same_with_any_number_of_
             assert torch.equal(states[-1], expected), f"{torch.get_num_threads()} threads"
     finally:
         torch.set_num_threads(num_threads)
+
+
+def test_packed_layers_have_the_kernels_for_any_number_of_rows_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "_kernel", cache(products._kernel.__wrapped__))
+    weight_OI, _ = example("bfloat16")
+    linear = PackedLinear(as_linear(weight_OI), KERNELS["stored"])
+    monkeypatch.setattr(jit, "_object_code", lambda *_: pytest.fail("compiled in a step"))
+    for num_rows in range(1, 65):
+        x_NI = torch.randn(num_rows, NUM_INPUTS)
+        torch.testing.assert_close(linear(x_NI), x_NI @ weight_OI.t())
 
 
 def test_inputs_may_be_part_of_a_wider_tensor() -> None:

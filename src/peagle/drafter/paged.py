@@ -56,6 +56,7 @@ def use_native_layers(drafter: Drafter) -> None:
         log.info("the drafter runs on torch's kernels: it has %s", reason)
         return
     for layer, native in zip(drafter.layers, layers, strict=True):
+        native.compile()
         layer.forward = _forward(layer, native)
 
 

@@ -9,6 +9,7 @@ Vectors may be wider than the machine's registers: LLVM splits them.
 import contextlib
 import ctypes
 import hashlib
+import logging
 import platform
 import struct
 import sys
@@ -114,6 +115,8 @@ def _features() -> str:
     return features + (",-prefer-256-bit" if has_wide_registers() else "")
 
 
+log = logging.getLogger(__name__)
+
 _engines: list[Any] = []
 """Own the compiled code, which lives as long as the process."""
 
@@ -135,6 +138,7 @@ def _compile(name: str, assembly: Callable[[], str]) -> int:
     file, machine = cache_directory() / "kernels" / f"{name}-{_compiler_key()}.o", _machine()
     code = _read_code(file)
     if code is None:
+        _say_once()
         code = _object_code(assembly(), machine)
         with contextlib.suppress(OSError):  # a cache that cannot be written costs time only
             write_atomically(file, hashlib.sha256(code).digest() + code)
@@ -144,6 +148,11 @@ def _compile(name: str, assembly: Callable[[], str]) -> int:
     _engines.append(engine)
     address: int = engine.get_function_address("kernel")
     return address
+
+
+@cache
+def _say_once() -> None:
+    log.info("compiling kernels for this CPU, which takes a few seconds; they are kept in %s", cache_directory())
 
 
 def _read_code(file: Path) -> bytes | None:

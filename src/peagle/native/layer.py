@@ -27,7 +27,7 @@ from peagle.native.layer_kernels import (
     rotary_call,
 )
 from peagle.native.packed_linear import PackedLinear
-from peagle.native.products import PackedWeight, product_call
+from peagle.native.products import PackedWeight, compile_products, product_call
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -91,6 +91,13 @@ class NativeLayer:
         self._passes: dict[tuple[int, bool], _Pass] = {}
         self._together: dict[tuple[int, int, bool], Calls] = {}
         """the calls of this layer and those that follow, by number of layers and rows"""
+
+    def compile(self) -> None:
+        """Compile all kernels now, so that no step waits for them."""
+        for weight in (self.output, self.down):
+            compile_products(weight, is_added=True)
+        for num_rows in (1, MAX_ROWS):  # heads run alone, and together
+            self.layer_pass(num_rows, is_given=False)
 
     def layer_pass(self, num_rows: int, is_given: bool) -> "_Pass":
         """This layer's part of a pass. `is_given`: its attention reads an input of its own."""

@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from peagle.errors import ConfigError
 from peagle.host_memory import available_bytes
-from peagle.native.products import BlockWeight, PackedWeight, missing, pack, product
+from peagle.native.products import BlockWeight, PackedWeight, compile_products, missing, pack, product
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,8 @@ class PackedLinear(nn.Linear):
         is_supported = self.kernel.missing(weight, blocks) is None
         self.packed: Any = self.kernel.pack(weight, blocks) if is_supported else None
         """the copy; None if the kernel does not support the weight"""
+        if isinstance(self.packed, PackedWeight):
+            compile_products(self.packed, self.bias is not None)
 
     @property
     def extra_bytes(self) -> int:

@@ -27,8 +27,10 @@ Form = Literal["bfloat16", "4-bit", "8-bit"]
 GROUP = 32
 """inputs that share a scale and an offset"""
 NO_ROWS = torch.empty(0)
-TILES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""rows that share a pass over the weight; each has a kernel of its own"""
+MAX_TILE = 16
+"""rows that share a pass over the weight, at most; each number has a kernel of its own"""
+UNPACKING = 6
+"""work to unpack a weight, as a multiple of the work to multiply it with one row"""
 
 
 class BlockWeight(NamedTuple):
@@ -150,12 +152,20 @@ def product_call(x_NI: Tensor, weight: PackedWeight, y_NO: Tensor, added: Tensor
     return call(kernel, *tensors, weight.num_inputs, weight.num_outputs, num_rows, added_stride)
 
 
+def compile_products(weight: PackedWeight, is_added: bool) -> None:
+    """Compile the kernels for any number of rows now, so that no step waits for them."""
+    for tile in range(1, _most_rows() + 1):
+        _kernel(weight.form, tile, _blocks_per_step(tile, weight.num_outputs // lanes()), is_added)
+
+
+def _most_rows() -> int:
+    """The largest tile."""
+    return MAX_TILE if jit.has_wide_registers() else MAX_TILE // 2
+
+
 def _tile(num_rows: int) -> int:
-    """Rows per tile: the fewest tiles times rows, and the larger tile if two are equal."""
-    most = 16 if jit.has_wide_registers() else 8
-    return min(
-        (tile for tile in TILES if tile <= min(num_rows, most)), key=lambda tile: -(-num_rows // tile) * (tile + 2)
-    )
+    """Rows per tile: those with the least work, and the larger tile if two are equal."""
+    return min(range(min(num_rows, _most_rows()), 0, -1), key=lambda tile: -(-num_rows // tile) * (tile + UNPACKING))
 
 
 def _blocks_per_step(tile: int, num_blocks: int) -> int:

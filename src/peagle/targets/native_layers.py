@@ -49,6 +49,8 @@ def native_layers(
     if not all(map(_is_right, layers, native, forwards)):
         log.info("%s runs on torch's kernels: it computes something else than its parts say", kind)
         return own
+    for each in native:
+        each.compile()
     together = _Together(layers, native, rotaries)
     return [partial(together.run, index, forward) for index, forward in enumerate(own)]
 
