@@ -105,32 +105,32 @@ def test_without_llvmlite_nothing_is_native_and_the_reason_is_given(monkeypatch:
     assert products.missing(torch.ones(32, 32)) == "llvmlite is not installed"
 
 
-def test_compiled_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of compiled kernels, empty, in a process that has no product kernels."""
     monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
     monkeypatch.setattr(products, "_kernel", products._kernel.__wrapped__)
-    weight_OI, blocks = example("4-bit")
-    x_NI = torch.randn(1, NUM_INPUTS)
-    expected_NO = product(x_NI, pack(weight_OI, blocks))
-    (file,) = (tmp_path / "kernels").glob("product-*.o")
+    return tmp_path / "kernels"
+
+
+def test_compiled_kernels_are_kept_for_the_next_process(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, x_NI = pack(*example("4-bit")), torch.randn(1, NUM_INPUTS)
+    expected_NO = product(x_NI, packed)
+    (file,) = empty_cache.glob("product-*.o")
     assert file.name.startswith("product-4-bit-1-")
     monkeypatch.setattr(jit, "_object_code", lambda *_: pytest.fail("compiled again"))
-    assert torch.equal(product(x_NI, pack(weight_OI, blocks)), expected_NO)
+    assert torch.equal(product(x_NI, pack(*example("4-bit"))), expected_NO)
 
 
 @pytest.mark.parametrize("size", [0, 20, 400])
-def test_a_kernel_whose_cached_file_was_cut_short_is_compiled_again(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_whose_cached_file_was_cut_short_is_compiled_again(size: int, empty_cache: Path) -> None:
     """Running half a kernel would end the process."""
-    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
-    monkeypatch.setattr(products, "_kernel", products._kernel.__wrapped__)
-    weight_OI, blocks = example("4-bit")
-    x_NI = torch.randn(1, NUM_INPUTS)
-    expected_NO = product(x_NI, pack(weight_OI, blocks))
-    (file,) = (tmp_path / "kernels").glob("product-*.o")
+    packed, x_NI = pack(*example("4-bit")), torch.randn(1, NUM_INPUTS)
+    expected_NO = product(x_NI, packed)
+    (file,) = empty_cache.glob("product-*.o")
     whole = file.read_bytes()
     file.write_bytes(whole[:size])
-    assert torch.equal(product(x_NI, pack(weight_OI, blocks)), expected_NO)
+    assert torch.equal(product(x_NI, pack(*example("4-bit"))), expected_NO)
     assert file.read_bytes() == whole
 
 
@@ -152,10 +152,9 @@ def test_kernels_that_read_each_others_results_give_the_same_with_any_number_of_
 
 
 def test_packed_layers_have_the_kernels_for_any_number_of_rows_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
-    monkeypatch.setattr(products, "_kernel", cache(products._kernel.__wrapped__))
+    monkeypatch.setattr(products, "_kernel", cache(products._kernel))
     weight_OI, _ = example("bfloat16")
     linear = PackedLinear(as_linear(weight_OI), KERNELS["stored"])
     monkeypatch.setattr(jit, "_object_code", lambda *_: pytest.fail("compiled in a step"))
