@@ -36,11 +36,8 @@ def native_layers(
 
     `rotaries` are the rotary embeddings that the model gave its layers for one token.
     """
-    own, kind, workspace = (
-        list(map(_with_own_pages, range(len(layers)), forwards)),
-        type(layers[0]).__name__,
-        Workspace(),
-    )
+    own = [_with_own_pages(*each) for each in enumerate(forwards)]
+    kind, workspace = type(layers[0]).__name__, Workspace()
     try:
         native = [_native_layer(*each, workspace) for each in zip(layers, windows, rotaries, strict=True)]
     except UnknownPartError as reason:
@@ -116,10 +113,8 @@ def _is_right(layer: Any, native: NativeLayer, forward: Forward) -> bool:
         cell_N=PAGE_SIZE + CONTEXT + torch.arange(NUM_ROWS),
         span_L0=torch.empty(NUM_ROWS, 0),
     )
-    rotary, own_pages, other_pages = (
-        (angle_1NE.cos(), angle_1NE.sin()),
-        *([*map(Tensor.clone, pages)] for _ in range(2)),
-    )
+    rotary = angle_1NE.cos(), angle_1NE.sin()
+    own_pages, other_pages = ([each.clone() for each in pages] for _ in range(2))
     try:
         wanted_1ND = forward(
             x_1ND.clone(),
