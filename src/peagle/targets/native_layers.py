@@ -53,10 +53,10 @@ def native_layers(
 
 
 def _native_layer(layer: Any, window: int, rotary: Any, workspace: Workspace) -> NativeLayer:
-    if not isinstance(rotary, tuple) or rotary[0].shape[-1] != getattr(layer.self_attn, "head_dim", None):
-        raise UnknownPartError("a rotary embedding of another width than its heads")
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         raise UnknownPartError("other parts than attention, an MLP and a norm before each")
+    if not isinstance(rotary, tuple) or rotary[0].shape[-1] != getattr(layer.self_attn, "head_dim", None):
+        raise UnknownPartError("a rotary embedding of another width than its heads")
     return NativeLayer(layer, workspace, window)
 
 
