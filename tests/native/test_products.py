@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from peagle.native import jit, products
+from peagle.native.builder import Builder
 from peagle.native.packed_linear import KERNELS, PackedLinear
 from peagle.native.products import BlockWeight, missing, pack, product
 
@@ -71,7 +72,7 @@ def test_weights_are_rounded_to_bfloat16_as_torch_rounds_them_ties_included() ->
 
 
 def test_every_significand_is_rounded_to_bfloat16_as_torch_rounds_it() -> None:
-    def write(b: jit.Builder) -> None:
+    def write(b: Builder) -> None:
         values, num_vectors = b.address(0), b.number(1)
         with b.loop(*b.share(num_vectors)) as index:
             place = b.ir.mul(index, b.integer(b.lanes))

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from peagle.native.jit import Builder, Call, call, compile_kernel, has_wide_registers
+from peagle.native.builder import Builder
+from peagle.native.jit import Call, call, compile_kernel, has_wide_registers
 
 LANES = 8
 MAX_LANES = 16

@@ -125,8 +125,7 @@ def available_kernels(weight: Tensor) -> dict[str, str | None]:
 
 def blocks_of(weight: Tensor) -> BlockWeight | None:
     """The weight in blocks, if its checkpoint stores it so: an attribute of the parameter."""
-    blocks: BlockWeight | None = getattr(weight, "blocks", None)
-    return blocks
+    return getattr(weight, "blocks", None)
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,12 @@ class ShapeChoice:
 
 @dataclass(frozen=True)
 class PackedReport:
-    """The result of `pack_linears`. `extra_bytes` is the size of the packed copies."""
+    """The result of `pack_linears`."""
 
     choices: tuple[ShapeChoice, ...]
     num_packed: int
     extra_bytes: int
+    """size of the packed copies"""
     seconds: float
     skipped: tuple[str, ...]
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from peagle.native import jit
-from peagle.native.jit import Builder, Call, Calls, call, compile_kernel
+from peagle.native.builder import Builder
+from peagle.native.jit import Call, Calls, call, compile_kernel
 
 Form = Literal["bfloat16", "4-bit", "8-bit"]
 
