@@ -120,6 +120,17 @@ def test_a_damaged_quantization_config_is_refused(plain: Path, config: dict[str,
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 
+def refused_after(change: Change, directory: Path, name: str) -> TargetError:
+    """The error for a tiny target in the few-bit format `name` whose tensors were changed."""
+    write_target(tiny_target(num_layers=2), directory)
+    store_in_few_bits(directory, name)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return refused(directory)
+
+
 def without(part: str) -> Change:
     return lambda tensors: tensors.pop(f"{GATE}.{part}")
 
@@ -166,13 +177,7 @@ def replaced(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Chang
 def test_tensors_that_lack_or_contradict_are_refused_by_name(
     tmp_path: Path, name: str, change: Change, message: str
 ) -> None:
-    write_target(tiny_target(num_layers=2), tmp_path)
-    store_in_few_bits(tmp_path, name)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-    error = refused(tmp_path)
+    error = refused_after(change, tmp_path, name)
     assert message in error.message and str(tmp_path) in error.message
     assert "download" in str(error.hint)
 
@@ -216,13 +221,7 @@ def test_a_config_that_contradicts_the_shapes_is_refused(
     ],
 )
 def test_a_tensor_of_another_packing_is_refused(tmp_path: Path, name: str, change: Change, form: str) -> None:
-    write_target(tiny_target(num_layers=2), tmp_path)
-    store_in_few_bits(tmp_path, name)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-    error = refused(tmp_path)
+    error = refused_after(change, tmp_path, name)
     assert form in error.message and VLLM.format(tmp_path) in str(error.hint)
 
 
