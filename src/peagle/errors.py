@@ -97,6 +97,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM. Handled like Ctrl-C, except that the process exits with 143 instead of 130."""
 
 
+def interrupt_behind(error: BaseException) -> BaseException:
+    """The Ctrl-C or SIGTERM that an error hides, else the error: an interrupted capture of CUDA graphs fails to end."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__context__
+    return found or error
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint with the closest known name, or with all of them if none is close."""
     names = sorted(known)

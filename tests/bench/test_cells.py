@@ -108,6 +108,15 @@ def test_nothing_is_compared_without_plain_decoding_or_with_samples(target):
     assert drafted.comparison is None and plain.comparison is None
 
 
+def test_without_the_target_answers_are_compared_but_no_near_ties_are_known():
+    results = [result("none", 1, (0, [5, 6, 7])), result("p-eagle", 1, (0, [5, 6, 7]), (0, [5, 1]), num_draft_tokens=1)]
+    compare_with_plain(None, [[1, 2]], results, GREEDY)
+    plain, drafted = (each.report() for each in results)
+    names = ("num_compared", "num_divergences", "num_divergences_at_near_ties", "near_tie", "largest_gap")
+    assert [plain[name] for name in names] == [1, 0, 0, None, None]
+    assert [drafted[name] for name in names] == [2, 1, None, None, None]
+
+
 def test_the_report_counts_divergences_and_near_ties_among_them():
     found = (Divergence(0, 0.0, True), Divergence(1, 2.0, False))
     report = result("none", 2, (0, [1]), comparison=Comparison(9, found, 0.25)).report()

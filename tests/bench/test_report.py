@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from peagle.bench.cells import Answer, Cell, CellResult, Comparison, StepSplit
-from peagle.bench.report import TABLE_WIDTH, document_of, tables
+from peagle.bench.report import TABLE_WIDTH, cell_line, document_of, tables
+from peagle.compare.divergence import Divergence
 from peagle.decoding.acceptance import Acceptance
 
 FACTS = {
@@ -97,6 +98,29 @@ def test_the_number_of_requests_stands_beside_a_speed_up_over_other_requests():
     rows = shown(document).splitlines()
     assert " 1 (2) " in next(row for row in rows if "transformers eager" in row)
     assert " 2 (2) " not in next(row for row in rows if "p-eagle K=2" in row)
+
+
+def test_a_finished_cell_is_a_line_with_its_speedup_as_far_as_plain_is_known():
+    plain, drafted = RESULTS[1], result("p-eagle", None, 8, 1e-3)
+    drafted.acceptance = Acceptance(4, (3, 1))
+    assert cell_line(plain, [plain]) == "plain at concurrency 8: 4.0 tokens/s"
+    said = "p-eagle K=auto at concurrency 8: 8,000.0 tokens/s"
+    assert cell_line(drafted, [*RESULTS[:2], drafted]) == f"{said}, 2000.00x plain, acceptance length 2.00"
+    assert cell_line(drafted, [RESULTS[0], drafted]) == f"{said}, acceptance length 2.00", "no plain cell at 8"
+    assert cell_line(RESULTS[-1], RESULTS) == "transformers static compiled at concurrency 1: failed, no compiler here"
+
+
+def test_a_run_that_ended_early_says_so_above_the_table():
+    assert "incomplete" not in shown(document_of(RESULTS, **FACTS, is_interrupted=False, num_planned_cells=6))
+    partial = document_of(RESULTS[:2], **FACTS, is_interrupted=True, num_planned_cells=6)
+    assert "tiny, float32 on cpu; incomplete: 2 of 6 cells" in shown(partial)
+
+
+def test_the_table_has_differences_whose_near_ties_are_unknown():
+    drafted = result("p-eagle", 2, 1, 2.0)
+    drafted.comparison = Comparison(2, (Divergence(0, None, False),), None)
+    text = shown(document_of([RESULTS[0], drafted], **FACTS))
+    assert "1 (-) of 2" in text and "None" not in text
 
 
 def test_a_failure_is_a_row_with_its_reason(document):

@@ -1,10 +1,17 @@
 """`peagle bench`: the document's keys, the sweep's cells, and where tables, documents and plots go."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from peagle.bench import cells, offline
 from peagle.bench.offline import shipped_eagle3_drafter
+from peagle.errors import Terminated
 
 
 @pytest.fixture
@@ -146,6 +153,123 @@ def test_the_tables_end_with_a_verdict(bench):
     assert result.out.splitlines()[-1].startswith("drafting ")
     document = bench("--json", "--num-draft-tokens", 2, "--concurrency", 1).json
     assert document["verdict"].startswith("drafting ") and document["recommended"][0]["num_draft_tokens"] == 2
+
+
+def test_every_finished_cell_is_a_line_on_stderr(bench):
+    lines = [line for line in bench("--json").err.splitlines() if " at concurrency " in line]
+    speed = r"at concurrency [12]: [0-9,]+\.\d tokens/s"
+    assert len(lines) == 4 and all(re.fullmatch(f"plain {speed}", line) for line in lines[:2])
+    drafted = rf"p-eagle K=auto {speed}, \d+\.\d\dx plain, acceptance length \d\.\d\d"
+    assert all(re.fullmatch(drafted, line) for line in lines[2:])
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Have the cell of this number raise something."""
+
+    def at(number, raised):
+        measured, begun = offline.run_cell, []
+
+        def stopped(llm, cell, *words, **options):
+            begun.append(cell)
+            if len(begun) == number:
+                raised()
+            return measured(llm, cell, *words, **options)
+
+        monkeypatch.setattr(offline, "run_cell", stopped)
+
+    return at
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def terminate():
+    raise Terminated
+
+
+def terminate_in_a_capture():
+    """What ends a capture of CUDA graphs: an error that hides the signal."""
+    try:
+        raise Terminated
+    finally:
+        raise RuntimeError("the capture was invalidated")
+
+
+def fail():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(("raised", "status"), [(interrupt, 130), (terminate, 143), (terminate_in_a_capture, 143)])
+def test_an_interrupted_run_reports_the_cells_that_finished(peagle, on_models, prompts, stop, tmp_path, raised, status):
+    stop(4, raised)
+    out = {flag: tmp_path / name for flag, name in (("--plot", "plot.png"), ("--report", "report.md"))}
+    options = ("--max-tokens", 4, "--concurrency", "1,2", "--num-draft-tokens", 2, *on_models)
+    result = peagle("bench", "--prompts", prompts, *options, "--json", *(word for pair in out.items() for word in pair))
+    assert result.status == status and "stopped: 3 of 4 cells finished" in result.err, result.err
+    document = result.json
+    assert document["is_interrupted"] and document["num_planned_cells"] == 4
+    assert [(cell["label"], cell["num_compared"], cell["num_divergences"]) for cell in document["cells"]] == [
+        ("plain", 3, 0), ("plain", 16, 0), ("p-eagle K=2", 3, 0),
+    ]  # fmt: skip
+    assert out["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert "Incomplete: 3 of 4 cells." in out["--report"].read_text()
+
+
+def test_a_run_that_is_interrupted_before_its_first_cell_has_nothing_to_report(peagle, on_models, prompts, stop):
+    stop(1, interrupt)
+    result = peagle("bench", "--prompts", prompts, "--concurrency", 1, *on_models)
+    assert (result.status, result.out) == (130, "") and "stopped: 0 of 2 cells finished" in result.err
+
+
+def test_an_error_in_a_cell_reports_the_cells_before_it_and_keeps_its_traceback(
+    peagle, on_models, prompts, stop, capsys
+):
+    stop(2, fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        peagle("bench", "--prompts", prompts, "--max-tokens", 4, "--concurrency", 1, *on_models, "--json")
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["is_interrupted"] and [cell["label"] for cell in document["cells"]] == ["plain"]
+    assert document["verdict"] is None and document["cells"][0]["near_tie"] > 0, "the target still answers"
+    assert "stopped: 1 of 2 cells finished" in printed.err
+
+
+@pytest.mark.parametrize(("raised", "ended"), [(interrupt, None), (fail, RuntimeError)])
+def test_what_goes_wrong_in_the_comparison_with_plain_decoding_loses_no_cell(
+    peagle, on_models, prompts, monkeypatch, capsys, raised, ended
+):
+    monkeypatch.setattr(cells, "measured_near_tie", lambda *_: raised())
+    command = ("bench", "--prompts", prompts, "--max-tokens", 4, "--concurrency", 1, *on_models, "--json")
+    if ended is None:
+        result = peagle(*command)
+        assert result.status == 130
+        document = result.json
+    else:
+        with pytest.raises(ended):
+            peagle(*command)
+        document = json.loads(capsys.readouterr().out)
+    assert document["is_interrupted"] and len(document["cells"]) == document["num_planned_cells"] == 2
+    assert all((cell["num_compared"], cell["num_divergences"]) == (3, 0) for cell in document["cells"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_process_prints_its_document(on_models, prompts, number):
+    words = ("--prompts", str(prompts), "--max-tokens", "64", "--concurrency", "1,2,4,8", "--num-requests", "100")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peagle", "bench", *words, *on_models, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert any(" at concurrency 1: " in line for line in process.stderr), "a finished cell"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and re.search(r"stopped: \d of 8 cells finished", err), err
+    assert "Traceback" not in err and json.loads(out)["is_interrupted"]
 
 
 @pytest.mark.slow

@@ -109,10 +109,17 @@ def test_an_interrupt_from_the_keyboard_ends_with_status_130(peagle, monkeypatch
     assert result.err == "\ninterrupted; progress is saved, rerun the command to resume\n"
 
 
-def test_sigterm_ends_with_status_143(monkeypatch, capsys):
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_sigterm_ends_with_status_143_also_if_it_is_sent_twice_as_timeout_does(monkeypatch, capsys, num_signals):
     def terminated(argv):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            for _ in range(1, num_signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+            print("saved", flush=True)
+            raise
 
     stand_in(monkeypatch, terminated)
     monkeypatch.setattr(sys, "argv", ["peagle", "doctor"])
@@ -122,7 +129,8 @@ def test_sigterm_ends_with_status_143(monkeypatch, capsys):
             main()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert end.value.code == 143 and "terminated" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert end.value.code == 143 and "terminated" in printed.err and "saved" in printed.out
 
 
 def test_a_reader_that_goes_away_is_no_error_to_complain_about():

@@ -3,19 +3,22 @@
 A cell is one method with one number of draft tokens at one concurrency. Times are in seconds; reports use milliseconds.
 """
 
+import logging
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from peagle.compare.divergence import first_difference, first_divergence, measured_near_tie
+from peagle.compare.divergence import Divergence, first_difference, first_divergence, measured_near_tie
 from peagle.decoding.acceptance import Acceptance
+from peagle.errors import interrupt_behind
 from peagle.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from peagle.compare.divergence import Divergence
     from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 PLAIN = "none"
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -106,12 +109,15 @@ class Comparison:
     """Greedy answers against those of plain decoding at the lowest concurrency of the sweep."""
 
     num_compared: int
-    divergences: tuple["Divergence", ...]
-    near_tie: float
-    """logit gap up to which a divergence counts as rounding error"""
+    divergences: tuple[Divergence, ...]
+    near_tie: float | None
+    """logit gap up to which a divergence counts as rounding error; None if the target was not asked"""
 
     @property
-    def num_at_near_ties(self) -> int:
+    def num_at_near_ties(self) -> int | None:
+        """None if that is unknown."""
+        if self.divergences and self.near_tie is None:
+            return None
         return sum(each.is_near_tie for each in self.divergences)
 
     def report(self) -> dict[str, Any]:
@@ -120,7 +126,7 @@ class Comparison:
             "num_compared": self.num_compared,
             "num_divergences": len(self.divergences),
             "num_divergences_at_near_ties": self.num_at_near_ties,
-            "near_tie": round(self.near_tie, 4),
+            "near_tie": rounded(self.near_tie, 4),
             "median_gap": round(percentile(gaps, 50), 4) if gaps else None,
             "largest_gap": round(gaps[-1], 4) if gaps else None,
         }
@@ -202,14 +208,37 @@ def _category(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def compare_cells(
+    target: "HFTarget",
+    prompts: Sequence[Sequence[int]],
+    results: Sequence[CellResult],
+    params: SamplingParams,
+    stop: BaseException | None = None,
+) -> BaseException | None:
+    """Compare the cells of a sweep that `stop` ended early, if it is given. Returns it, or what ends the comparison.
+
+    After an interrupt the target is not asked for near ties: that takes time.
+    """
+    compare_with_plain(None, prompts, results, params)
+    if isinstance(stop, KeyboardInterrupt):
+        return stop
+    try:
+        compare_with_plain(target, prompts, results, params)
+    except (Exception, KeyboardInterrupt) as error:
+        log.warning("stopped: near ties were not looked for in all answers")
+        return stop or interrupt_behind(error)
+    return stop
+
+
 def compare_with_plain(
-    target: "HFTarget", prompts: Sequence[Sequence[int]], results: Sequence[CellResult], params: SamplingParams
+    target: "HFTarget | None", prompts: Sequence[Sequence[int]], results: Sequence[CellResult], params: SamplingParams
 ) -> None:
-    """Set `comparison` of every cell, if decoding is greedy and plain decoding is part of the sweep.
+    """Set `comparison` of every cell, if decoding is greedy and plain decoding was measured.
 
     The reference for all cells is plain decoding at its lowest concurrency, so plain cells at higher concurrency show
     what batching alone changes in low precision. A later turn is compared if its prompt is the same, so not behind an
-    answer that differs. Runs the target once per place of divergence, so it must be idle.
+    answer that differs. Runs the target once per place of divergence, so it must be idle. Without a target it is not
+    known which divergences are at near ties.
     """
     plain = [result for result in results if result.cell.method == PLAIN and result.answers]
     if not plain or not params.is_greedy:
@@ -219,7 +248,7 @@ def compare_with_plain(
     for answer in reference.answers:
         expected.setdefault(asked_of(answer, prompts), answer.token_ids)
     samples = [[*prompt, *expected[prompt]] for prompt in list(expected)[:NUM_SAMPLES]]
-    limit = measured_near_tie(target, samples)
+    limit = None if target is None else measured_near_tie(target, samples)
     seen: dict[tuple[tuple[int, ...], tuple[int, ...]], Divergence | None] = {}
     for result in results:
         own = [(asked_of(answer, prompts), answer) for answer in result.answers if result.failure is None]
@@ -230,7 +259,9 @@ def compare_with_plain(
             if (place := first_difference(wanted, answer.token_ids)) is None:
                 continue
             key = (asked, answer.token_ids[: place + 1])
-            if key not in seen:
+            if target is None:
+                seen[key] = Divergence(place, None, False)
+            elif key not in seen:
                 seen[key] = first_divergence(target, asked, wanted, answer.token_ids, params, limit)
             found.append(seen[key])
         if compared:

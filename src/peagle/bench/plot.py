@@ -29,6 +29,8 @@ MARKERS = "os^Dv"
 LOG_FROM = 8.0
 """A value axis is logarithmic if its largest value is this many times its smallest."""
 MAX_TICKS = 8
+ROOM = 1.15
+"""A linear axis ends at the largest value times this: the value stands above its point."""
 LABEL_POINTS = 7
 # Where a value may stand, in points from its marker; the first free place is taken. Far ones get a line to the marker.
 PLACES = tuple(
@@ -133,11 +135,13 @@ def log2_axis(axes: "Axes", places: Sequence[float], label: str) -> None:
 
 
 def value_axis(axes: "Axes", values: Iterable[float], label: str) -> None:
-    """A y axis for positive values, linear or logarithmic as their range asks for, with ticks that have a name."""
+    """A y axis for positive values with ticks that have a name: logarithmic if their range asks for it, else from 0."""
     from matplotlib.ticker import NullLocator
 
     values = list(values) or [1.0]
     low, high, is_log = limits(min(values), max(values))
+    if not is_log:
+        low, high = 0.0, ROOM * max(values)
     axes.set_yscale("log" if is_log else "linear")
     axes.set_ylim(low, high)
     places = ticks(low, high, is_log)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from peagle.bench.cells import PLAIN, CellResult
+from peagle.bench.cells import PLAIN, Cell, CellResult
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
 from peagle.sampling_params import SamplingParams
@@ -39,6 +39,23 @@ def document_of(results: Sequence[CellResult], *, categories: Sequence[str] = ()
             theirs = base.get("by_category", {}).get(name, {}).get("tokens_per_second_per_request")
             own["speedup"] = round(ours / theirs, 3) if ours and theirs else None
     return facts | {"cells": cells}
+
+
+def cell_line(result: CellResult, results: Sequence[CellResult]) -> str:
+    """A finished cell in one line, with its speedup if plain decoding is among `results`."""
+    cell, speed = result.cell, result.tokens_per_second
+    name = f"{cell.label} K=auto" if cell.num_draft_tokens is None else cell.label
+    where = f"{name} at concurrency {cell.concurrency}: "
+    if result.failure is not None:
+        return f"{where}failed, {result.failure}"
+    said = [f"{speed or 0:,.1f} tokens/s"]
+    plain = Cell(PLAIN, 0, cell.concurrency)
+    base = next((each.tokens_per_second for each in results if each.cell == plain), None)
+    if base and speed and cell != plain:
+        said.append(f"{speed / base:.2f}x plain")
+    if result.acceptance is not None:
+        said.append(f"acceptance length {result.acceptance.acceptance_length:.2f}")
+    return where + ", ".join(said)
 
 
 def facts_of(
@@ -139,7 +156,6 @@ def _sweep_table(document: dict[str, Any]) -> Table:
         "memory\nGiB",
         "differ\n(near ties)",
     )
-    differing = "{num_divergences} ({num_divergences_at_near_ties}) of {num_compared}"
     rows = []
     for cell in document["cells"]:
         step, memory = cell["step"] or {}, cell["memory_bytes"]
@@ -158,7 +174,7 @@ def _sweep_table(document: dict[str, Any]) -> Table:
                 *(number(step.get(f"{part}_ms"), 3) for part in ("wall", "verify", "draft")),
                 "-" if gap is None else f"{gap:.3f} ({step['host_gap_share']:.1%})",
                 number(None if memory is None else memory / 2**30, 1),
-                "-" if cell["num_compared"] is None else differing.format(**cell),
+                _differing(cell),
             )
         )
     return make_table(title(document), columns, rows, caption=_caption(document))
@@ -166,17 +182,36 @@ def _sweep_table(document: dict[str, Any]) -> Table:
 
 def title(document: dict[str, Any]) -> str:
     target = f"{document['target']}, {document['dtype']} on {document['device']}"
-    return f"{document['workload']}: {document['num_prompts']} prompts, up to {document['max_tokens']} tokens; {target}"
+    asked = f"{document['workload']}: {document['num_prompts']} prompts, up to {document['max_tokens']} tokens"
+    return "; ".join(filter(None, (asked, target, incomplete(document))))
+
+
+def incomplete(document: Mapping[str, Any]) -> str | None:
+    """How much of a run that ended early was measured; None if it is complete."""
+    if not document.get("is_interrupted"):
+        return None
+    planned = document.get("num_planned_cells")
+    return "incomplete" + (f": {len(document['cells'])} of {planned} cells" if planned else "")
+
+
+def _differing(cell: dict[str, Any]) -> str:
+    if cell["num_compared"] is None:
+        return "-"
+    near = number(cell["num_divergences_at_near_ties"])
+    return f"{cell['num_divergences']} ({near}) of {cell['num_compared']}"
 
 
 def _caption(document: dict[str, Any]) -> str | None:
     if not any(cell["num_compared"] for cell in document["cells"]):
         return None
+    meaning = "differ: answers that differ from plain decoding at the lowest concurrency"
     limit = max(cell["near_tie"] or 0.0 for cell in document["cells"])
+    if not limit:
+        return f"{meaning}. The run ended before the near ties among them were counted"
     largest = max(cell["largest_gap"] or 0.0 for cell in document["cells"])
     return (
-        "differ: answers that differ from plain decoding at the lowest concurrency. Near ties: both tokens are within "
-        f"{limit:g} of the target's best logit, which is rounding error. Largest gap: {largest:g}"
+        f"{meaning}. Near ties: both tokens are within {limit:g} of the target's best logit, which is rounding error. "
+        f"Largest gap: {largest:g}"
     )
 
 

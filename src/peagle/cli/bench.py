@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.anchors import anchors_of, run_anchors
-from peagle.bench.cells import PLAIN, Cell, CellResult, compare_with_plain
+from peagle.bench.cells import PLAIN, Cell, CellResult, compare_cells
 from peagle.bench.conversations import Conversations
 from peagle.bench.dummy import USUAL_DEPTH, assumed_shares, assumption, dummy_drafter
 from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.plot import check_plot, plot
-from peagle.bench.report import document_of, facts_of, print_document, tables
+from peagle.bench.report import cell_line, document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
 from peagle.console.arguments import (
     ModelArguments,
@@ -33,7 +33,7 @@ from peagle.console.arguments import (
 from peagle.console.progress import progress_bar
 from peagle.cost import MeasuredCost, cost_lines
 from peagle.data.prompts import Prompt
-from peagle.errors import CheckpointError, ConfigError, nearest
+from peagle.errors import CheckpointError, ConfigError, interrupt_behind, nearest
 from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
 from peagle.targets.shapes import read_shape
@@ -86,9 +86,13 @@ def main(argv: list[str]) -> int:
     arguments = checked(parse(Arguments, "bench", argv))
     results: list[CellResult] = []
     run = run_dummy if arguments.dummy is not None else run_workload
-    facts, interrupt = run(arguments, results)
-    document = document_of(results, **facts, is_interrupted=interrupt is not None)
+    facts, stop = run(arguments, results)
+    if stop is not None and not results:
+        raise stop
+    document = document_of(results, **facts, is_interrupted=stop is not None)
     document |= {"verdict": sweep_verdict(document["cells"]), "recommended": best_by_concurrency(document["cells"])}
+    if stop is not None and not document["recommended"]:
+        document["verdict"] = None  # plain decoding may only not have been measured yet
     document = arguments.cost.added_to(document)
     lines = assumption(document), document["verdict"], *cost_lines(document["cost"] or {})
     verdict = [each for each in lines if each]
@@ -97,8 +101,8 @@ def main(argv: list[str]) -> int:
         plot(document, arguments.plot)
     if arguments.report is not None and any(result.answers for result in results):
         write_report([document], arguments.report)
-    if interrupt is not None:
-        raise interrupt
+    if stop is not None:
+        raise stop
     return 1 if any(result.failure and result.cell.method in METHODS for result in results) else 0
 
 
@@ -193,8 +197,8 @@ def _dummy_depths(arguments: Arguments) -> tuple[int, ...]:
 
 def run_workload(
     arguments: Arguments, results: list[CellResult], recorded: Sequence[list[int]] | None = None
-) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
-    """Sweep the prompt files and append to `results`; return facts of the run and the interrupt that ended it.
+) -> tuple[dict[str, Any], BaseException | None]:
+    """Sweep the prompt files and append to `results`; return facts of the run and what ended it early.
 
     `recorded` has token ids of prompts to use instead of files.
     """
@@ -211,16 +215,16 @@ def run_workload(
     num_requests = {places: arguments.workload.requests(places, num_turns) for places in arguments.concurrency}
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
-    interrupt = measure(
+    stop = measure(
         arguments, cells, target, drafters, conversations.first, params, num_requests, results, conversations
     )
-    if interrupt is None:
-        compare_with_plain(target, conversations.first, results, params)
+    stop = compare_cells(target, conversations.first, results, params, stop)
     names = {method: drafter_name(arguments, method, target) for method in drafters}
     facts = facts_of(
         target, params, accelerator(target), arguments.workload.name or "recording", len(prompts), drafters=names
     )
-    return facts | {"num_turns": num_turns, "categories": [prompt.category for prompt in prompts]}, interrupt
+    facts |= {"num_planned_cells": num_planned(arguments, cells, target), "num_turns": num_turns}
+    return facts | {"categories": [prompt.category for prompt in prompts]}, stop
 
 
 def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
@@ -238,7 +242,7 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
     return kept
 
 
-def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
+def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], BaseException | None]:
     """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
     from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
     from peagle.targets.shapes import dummy_target
@@ -253,10 +257,11 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     bandwidth = measure_bandwidth(target.device)
     cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
-    interrupt = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
+    stop = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
     facts |= {"bandwidth": bandwidth_report(target, bandwidth, results, drafters.get("p-eagle"))}
-    return facts | ({"assumed_acceptance": shares} if shares else {}), interrupt
+    facts |= {"num_planned_cells": len(cells)}
+    return facts | ({"assumed_acceptance": shares} if shares else {}), stop
 
 
 def drafter_name(arguments: Arguments, method: str, target: "HFTarget") -> str:
@@ -298,18 +303,17 @@ def measure(
     results: list[CellResult],
     conversations: Conversations | None = None,
     assumed: tuple[float, ...] = (),
-) -> KeyboardInterrupt | None:
-    """Run the cells and the anchors under a progress bar; return the Ctrl-C or SIGTERM that ended it early."""
+) -> BaseException | None:
+    """Run the cells and the anchors under a progress bar; return what ended it early: Ctrl-C, SIGTERM or an error."""
     arguments.cost.check(accelerator(target))
     concurrency, max_tokens = arguments.concurrency, params.max_tokens
-    num_anchors = len(anchors_of(target)) * len(concurrency) if arguments.anchors else 0
+    total = num_planned(arguments, cells, target)
     with progress_bar() as progress:
-        task = progress.add_task("measuring", total=len(cells) + num_anchors)
+        task = progress.add_task("measuring", total=total)
 
         def on_cell(result: CellResult) -> None:
-            speed = "failed" if result.failure else f"{result.tokens_per_second or 0:,.0f} tokens/s"
-            what = f"{result.cell.label} at concurrency {result.cell.concurrency}: {speed}"
-            progress.update(task, advance=1, description=what)
+            progress.print_line(cell_line(result, results))
+            progress.update(task, advance=1, description="measuring")
 
         def on_start(what: str, num_done: int, num_parts: int) -> None:
             progress.update(task, description=f"starting the engine: {what} ({num_done} of {num_parts})")
@@ -323,6 +327,12 @@ def measure(
             sweep(cells, factory, prompts, params, results, **turns, **options)
             if arguments.anchors:
                 run_anchors(target, prompts, concurrency, max_tokens, results, **options)
-        except KeyboardInterrupt as interrupt:
-            return interrupt
+        except (Exception, KeyboardInterrupt) as error:
+            log.warning("stopped: %d of %d cells finished", len(results), total)
+            return interrupt_behind(error)
     return None
+
+
+def num_planned(arguments: Arguments, cells: Sequence[Cell], target: "HFTarget") -> int:
+    """The number of cells with those of the anchors."""
+    return len(cells) + (len(anchors_of(target)) * len(arguments.concurrency) if arguments.anchors else 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from peagle import __version__
+from peagle.console.termination import Termination
 from peagle.errors import PeagleError, Terminated, nearest
 
 GROUPS = {
@@ -73,7 +74,7 @@ class StderrHandler(logging.Handler):
 
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, Termination())
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -164,10 +165,6 @@ def group_overview(name: str) -> str:
 
 def _listed(commands: dict[str, str]) -> str:
     return "\n".join(f"  {name:<10}  {summary}" for name, summary in commands.items())
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated
 
 
 def _explain(message: str, hint: str) -> int:

@@ -67,11 +67,11 @@ def main(argv: list[str]) -> int:
     }
     sweep = bench.checked(bench.Arguments(**options, cost=arguments.price.cost), has_prompts=recorded is not None)
     results: list[CellResult] = []
-    facts, interrupt = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
-    document = document_of(results, **facts, is_interrupted=interrupt is not None)
-    if interrupt is not None:  # what was measured so far is no reason for a choice, but worth a look
+    facts, stop = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
+    document = document_of(results, **facts, is_interrupted=stop is not None)
+    if stop is not None:  # what was measured so far is no reason for a choice, but worth a look
         print_document(document | {"tuned": None}, arguments.json, sweep_tables(document)[0])
-        raise interrupt
+        raise stop
     limits: dict[str, Any] = {"request_rate": arguments.request_rate, "max_tpot": arguments.max_tpot}
     tuned = recommend(document["cells"], **limits)
     if tuned is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from peagle.bench.cells import PLAIN
 from peagle.bench.plot import hardware_of
-from peagle.bench.report import category_rows, number
+from peagle.bench.report import category_rows, incomplete, number
 from peagle.cost import cost_lines, dollars
 from peagle.report.charts import Points, XAxis, bars, lines, spreads
 from peagle.report.parts import Chart, Section, Table
@@ -102,7 +102,7 @@ def _speed(document: Document, cells: Sequence[Cell]) -> Section:
     heads = ["method", "concurrency", "requests", "output tokens/s", "speedup", "tokens/s per user"]
     heads += ["acceptance length", "differ"]
     verdict = None if document.get("tuned") else document.get("verdict")
-    text = [verdict[:1].upper() + verdict[1:] + "."] if verdict else []
+    text = [each[:1].upper() + each[1:] + "." for each in (incomplete(document), verdict) if each]
     caption = "Every measured setting; differ: answers that differ from plain decoding at the lowest concurrency"
     return Section("Throughput and speedup", text, charts, [Table(caption, heads, rows)])
 
