@@ -167,6 +167,22 @@ def test_a_rerun_from_a_stage_deletes_what_it_wrote(build, built, tmp_path):
     assert not leftover.exists() and len(built) == 2
 
 
+def test_the_plan_of_a_rerun_shows_the_stages_that_run_again_as_planned(build, built, state, capsys):
+    def shown(result):
+        lines = result.out[result.out.index("\nstage ") :].splitlines()
+        return {words[0]: words[-1] for line in lines if (words := line.split()) and words[0] in STAGES}
+
+    before = state()
+    assert shown(build("--to-stage", "data")) == dict.fromkeys(STAGES, "planned") | {
+        "check": "finished", "data": "finished",
+    }  # fmt: skip
+    dry = build("--dry-run", "--from-stage", "data")
+    assert "data      " in dry.out and " finished  peagle data" not in dry.out and "9 rows" not in dry.out, dry.out
+    assert state() == before, "a dry run changes nothing"
+    again = build("--to-stage", "data", "--from-stage", "data")
+    assert shown(again) == dict.fromkeys(STAGES, "planned") | {"check": "finished"}
+
+
 def test_a_stage_that_fails_says_what_to_change_and_is_run_again(build, built, state, monkeypatch):
     gate = {"passed": False, "not_checked": [], "first_difference": {"name": "logits", "found": "3 differ"}}
     answers = {"train": (0, ""), "doctor": (1, json.dumps({"gate": gate}))}

@@ -1,10 +1,14 @@
 """Products of a few rows: our kernel against torch's, and the layers that use it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from peagle.kernels.skinny_linear import (
@@ -19,6 +23,7 @@ from peagle.kernels.skinny_linear import (
     skinny_linear,
     use_plain_linears,
     use_skinny_linears,
+    use_skinny_products,
 )
 from peagle.kernels.tilings import FEW_ROWS, LinearTiling
 
@@ -117,6 +122,73 @@ def test_a_sum_stays_where_the_product_is_read_again_or_the_shapes_differ() -> N
         module = traced(function, x, weight, residual)
         join_sums(module.graph)
         assert num_sums(module) == 1, function.__name__
+
+
+def num_skinny(module: nn.Module, x: torch.Tensor) -> int:
+    """Products of our kernel in a module compiled for any number of rows. Its output is checked as well."""
+    found: list[int] = []
+
+    def with_products(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        use_skinny_products(module.graph)
+        module.graph.lint()
+        module.recompile()
+        found.append(len(module.graph.find_nodes(op="call_function", target=torch.ops.peagle.skinny.default)))
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(
+            module, dynamic=True, backend=aot_autograd(fw_compiler=with_products, decompositions=select_decomp_table())
+        )
+        torch.testing.assert_close(compiled(x), module(x), atol=5e-5, rtol=5e-5)
+    return sum(found)
+
+
+class Router(nn.Module):
+    """A linear layer by hand, after layers that ask for the number of rows."""
+
+    def __init__(self, linear: Callable[..., torch.Tensor], is_guarded: bool = True) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(24, 32)), nn.Parameter(torch.randn(24))
+        self.norm = nn.RMSNorm(32)
+        self.linear, self.is_guarded = linear, is_guarded
+        self.to(DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.is_guarded and is_few_here(x, torch.empty(48, 32)):
+            x = x + 1
+        return self.linear(x.view(-1, 32), self.weight, self.bias)
+
+
+def is_few_here(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.numel() <= 4 * weight.shape[1]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 5])
+def test_a_router_uses_our_kernel_if_its_rows_are_known_to_be_few(
+    num_rows: int, is_guarded: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle.kernels.skinny_linear.is_few", is_few_here)
+    router = Router(lambda x, weight, bias: nn.functional.linear(x, weight, bias if has_bias else None), is_guarded)
+    is_known = num_rows == 1 or (num_rows == 3 and is_guarded)
+    assert num_skinny(router, torch.randn(1, num_rows, 32, device=DEVICE)) == is_known
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, weight, bias: nn.functional.linear(x, weight.relu()),
+        lambda x, weight, bias: weight @ x.T,
+        lambda x, weight, bias: torch.addmm(bias, x, weight.T, beta=2),
+        lambda x, weight, bias: torch.addmm(x[:, :1], x, weight.T),
+    ],
+)
+def test_other_products_stay(product: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.kernels.skinny_linear.is_few", is_few_here)
+    assert num_skinny(Router(product), torch.randn(1, 3, 32, device=DEVICE)) == 0
 
 
 def test_few_rows_are_few_rows_of_half_precision_on_a_gpu() -> None:

@@ -3,6 +3,7 @@
 A stage is a command of peagle, run in this process. `check` has none: it loads the target and measures the machine.
 """
 
+import copy
 import json
 import logging
 import math
@@ -114,10 +115,9 @@ class Build:
 
     def run(self, measured: Measured, plan: Plan, first: Stage | None = None, last: Stage = "report") -> None:
         """Run the stages that are not finished, up to the last; those from the first on again."""
-        if (new := self._new_restart(first)) is not None:
-            self.state.restart(new, adds_text=self._adds_text(measured, plan))
-        elif first is not None:
+        if first is not None and self._new_restart(first) is None:
             self.say(f"resuming the build that --from-stage {first} began")
+        self.state = self.state_before(measured, plan, first)
         self.state.settings = self.described
         self.state.write(self.settings.output)
         self._delete_forgotten()
@@ -131,6 +131,13 @@ class Build:
             self.say(f"{stage}: {said_of(stage, self.state)}, {minutes(self.state.stages[stage].seconds)}")
         self.state.restarted = None
         self.state.write(self.settings.output)
+
+    def state_before(self, measured: Measured, plan: Plan, first: Stage | None = None) -> BuildState:
+        """The state in which a run from this stage on begins."""
+        state = copy.deepcopy(self.state)
+        if (new := self._new_restart(first)) is not None:
+            state.restart(new, adds_text=self._adds_text(measured, plan))
+        return state
 
     def document(self, stage: Stage) -> dict[str, Any]:
         """What a finished stage printed as JSON."""

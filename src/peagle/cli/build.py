@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
         if price is not None:
             price.check(measured.accelerator)
         commands = build.commands(measured, plan) if arguments.dry_run else {}
-        print("\n".join(plan_lines(settings, measured, plan, build.state, commands, price)), flush=True)
+        state = build.state_before(measured, plan, arguments.from_stage)
+        print("\n".join(plan_lines(settings, measured, plan, state, commands, price)), flush=True)
         if arguments.dry_run:
             return 0
         build.run(measured, plan, arguments.from_stage, arguments.to_stage)

@@ -4,7 +4,7 @@ A decode step of one request is hundreds of small launches; each launch saved is
 runs only the shapes for which it measured faster than torch, alone or because of the fusion.
 """
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,45 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 @_skinny.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) if activation is None else len(weight) // 2)
+
+
+def use_skinny_products(graph: torch.fx.Graph) -> None:
+    """In a compiled graph, use our kernel for linear layers that are not an `nn.Linear`, such as routers of experts."""
+    for target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            bias, x, transposed = (None, *node.args)[-3:]
+            weight = _weight(transposed)
+            if weight is None or node.kwargs or not _is_known_few(_value(x), _value(weight), _value(bias)):
+                continue
+            with graph.inserting_before(node):
+                product = graph.call_function(torch.ops.peagle.skinny.default, (x, weight, bias, None, None))
+            product.meta.update(node.meta)
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+            if not transposed.users:
+                graph.erase_node(transposed)
+
+
+def _value(node: Any) -> Any:
+    return node.meta["val"] if isinstance(node, torch.fx.Node) else None
+
+
+def _weight(transposed: Any) -> torch.fx.Node | None:
+    """The weight that a product reads transposed, if it is an input of the graph with rows in one piece."""
+    if transposed.target is not torch.ops.aten.permute.default:
+        return None
+    weight = transposed.args[0]
+    is_input = isinstance(weight, torch.fx.Node) and weight.op == "placeholder" and transposed.args[1] == [1, 0]
+    return weight if is_input and weight.meta["val"].is_contiguous() else None
+
+
+def _is_known_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """`is_few` for a number of rows that may be a symbol, which other layers of this variant have bounded."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if not all(isinstance(size, int) for size in weight.shape):
+        return False
+    return (bias is None or bias.shape == weight.shape[:1]) and statically_known_true(is_few(x, weight))
 
 
 def join_sums(graph: torch.fx.Graph) -> None:

@@ -11,9 +11,11 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from peagle.experts import top_k
+from peagle.experts.top_k import use_top_k
 from peagle.kernels import skinny_linear
 from peagle.kernels.compiler import compiled
-from peagle.kernels.skinny_linear import join_sums
+from peagle.kernels.skinny_linear import join_sums, use_skinny_products
 
 T = TypeVar("T")
 
@@ -62,14 +64,16 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class JoinSums(CustomGraphPass):
-    """`join_sums` as a pass of Inductor, with a uuid so that its compile cache works."""
+class UseKernels(CustomGraphPass):
+    """Our passes over a compiled graph as one of Inductor's, with a uuid so that its compile cache works."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        use_top_k(graph)
+        use_skinny_products(graph)
         join_sums(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((skinny_linear.__file__,))
+        return get_hash_for_files((skinny_linear.__file__, top_k.__file__))
 
 
 @contextmanager
@@ -78,7 +82,7 @@ def compiler_settings() -> Iterator[None]:
         torch._inductor.config.patch(
             {
                 "combo_kernels": True,  # fuse independent small kernels into one launch
-                "post_grad_custom_post_pass": JoinSums(),
+                "post_grad_custom_post_pass": UseKernels(),
                 "triton.coalesce_tiling_analysis": False,  # fails for some reductions over dynamic shapes (torch 2.11)
                 "triton.enable_pdl": True,  # programmatic dependent launch, as in our own kernels
             }
