@@ -64,21 +64,7 @@ def expert_products_triton(
     (num_rows, num_chosen), num_experts = index_NT.shape, len(down)
     num_pairs, device = num_rows * num_chosen, x_ND.device
     x_ND, index_NT, weight_NT = x_ND.contiguous(), index_NT.contiguous(), weight_NT.contiguous()
-    order_P = start_E1 = None
-    if num_pairs > MOST_UNSORTED:
-        order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        start_E1 = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-        overlaps = can_overlap(device)
-        _sort_pairs[(num_experts,)](
-            index_NT,
-            order_P,
-            start_E1,
-            num_pairs,
-            chunk=min(1024, triton.next_power_of_2(num_pairs)),
-            overlaps=overlaps,
-            num_warps=4,
-            **({"launch_pdl": True} if overlaps else {}),
-        )
+    order_P, start_E1 = sorted_pairs(index_NT, num_experts)
     tiling = expert_tiling(num_pairs, num_experts, x_ND.dtype, is_transposed)
 
     def product(
@@ -128,6 +114,27 @@ def expert_products_triton(
     return y_PD.view(num_rows, num_chosen, -1)
 
 
+def sorted_pairs(index_NT: Tensor, num_experts: int) -> tuple[Tensor | None, Tensor | None]:
+    """The pairs by expert, and the place where each expert's begin; None while they are few."""
+    num_pairs, device = index_NT.numel(), index_NT.device
+    if num_pairs <= MOST_UNSORTED:
+        return None, None
+    order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    start_E1 = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    overlaps = can_overlap(device)
+    _sort_pairs[(num_experts,)](
+        index_NT,
+        order_P,
+        start_E1,
+        num_pairs,
+        chunk=min(1024, triton.next_power_of_2(num_pairs)),
+        overlaps=overlaps,
+        num_warps=4,
+        **({"launch_pdl": True} if overlaps else {}),
+    )
+    return order_P, start_E1
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_pairs(index_ptr, order_ptr, start_ptr, num_pairs, chunk: tl.constexpr, overlaps: tl.constexpr):
     """One CTA per expert: its pairs in order, behind those of lower experts."""
@@ -147,6 +154,36 @@ def _sort_pairs(index_ptr, order_ptr, start_ptr, num_pairs, chunk: tl.constexpr,
         num_own += tl.sum(is_own, 0)
     tl.store(start_ptr + expert, num_lower)
     tl.store(start_ptr + expert + 1, num_lower + num_own)
+
+
+@triton.jit
+def own_pairs(index_ptr, start_ptr, num_pairs, is_sorted: tl.constexpr, pairs: tl.constexpr):
+    """The expert of this CTA; where its pairs begin and how many there are; of unsorted pairs, their ranks."""
+    slot = tl.program_id(0)
+    place = tl.arange(0, pairs)
+    begin = 0
+    if is_sorted:
+        expert = slot
+        begin = tl.load(start_ptr + slot)
+        count = tl.load(start_ptr + slot + 1) - begin
+        rank = place
+    else:
+        expert = tl.load(index_ptr + slot).to(tl.int32)
+        chosen = tl.load(index_ptr + place, mask=place < num_pairs, other=-1).to(tl.int32)
+        is_own = (chosen == expert).to(tl.int32)
+        num_earlier = tl.sum(is_own * (place < slot).to(tl.int32), 0)
+        count = tl.where(num_earlier == 0, tl.sum(is_own, 0), 0)  # else an earlier CTA has this expert
+        rank = tl.where(is_own > 0, tl.cumsum(is_own, 0) - 1, -1)
+    return expert, begin, count, rank
+
+
+@triton.jit
+def pairs_at(wanted, is_row, order_ptr, begin, rank, is_sorted: tl.constexpr, pairs: tl.constexpr):
+    """The pairs of these ranks among the expert's own."""
+    if is_sorted:
+        return tl.load(order_ptr + begin + wanted, mask=is_row, other=0)
+    else:
+        return tl.sum(tl.where(rank[None, :] == wanted[:, None], tl.arange(0, pairs)[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -182,21 +219,7 @@ def _multiply(
 ):
     """Rows of y are pairs; pair p reads row p // divisor of x."""
     take_turn(overlaps)
-    slot = tl.program_id(0)
-    place = tl.arange(0, pairs)
-    begin = 0
-    if is_sorted:
-        expert = slot
-        begin = tl.load(start_ptr + slot)
-        count = tl.load(start_ptr + slot + 1) - begin
-        rank = place
-    else:
-        expert = tl.load(index_ptr + slot).to(tl.int32)
-        chosen = tl.load(index_ptr + place, mask=place < num_pairs, other=-1).to(tl.int32)
-        is_own = (chosen == expert).to(tl.int32)
-        num_earlier = tl.sum(is_own * (place < slot).to(tl.int32), 0)
-        count = tl.where(num_earlier == 0, tl.sum(is_own, 0), 0)  # else an earlier CTA has this expert
-        rank = tl.where(is_own > 0, tl.cumsum(is_own, 0) - 1, -1)
+    expert, begin, count, rank = own_pairs(index_ptr, start_ptr, num_pairs, is_sorted, pairs)
     is_interleaved: tl.constexpr = gate == 3
     wide: tl.constexpr = columns * 2 if is_interleaved else columns
     num_wide = num_columns * 2 if is_interleaved else num_columns
@@ -211,10 +234,7 @@ def _multiply(
     for first in range(0, count, rows):
         wanted = first + tl.arange(0, rows)
         is_row = wanted < count
-        if is_sorted:
-            pair = tl.load(order_ptr + begin + wanted, mask=is_row, other=0)
-        else:
-            pair = tl.sum(tl.where(rank[None, :] == wanted[:, None], place[None, :], 0), 1)
+        pair = pairs_at(wanted, is_row, order_ptr, begin, rank, is_sorted, pairs)
         inputs = x_ptr + (pair // divisor)[:, None].to(tl.int64) * size + inner[None, :]
         total = tl.zeros([rows, wide], tl.float32)
         second_total = tl.zeros([rows, wide], tl.float32)

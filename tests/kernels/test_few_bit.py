@@ -1,0 +1,164 @@
+"""Weights in 4 or 8 bits: packing, rounding, and the kernels against the dequantized weight.
+
+Without a GPU the kernels run in Triton's interpreter, in float32.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peagle.kernels.few_bit import (
+    FORMS,
+    MOST_ROWS,
+    FewBitWeight,
+    code_values,
+    dequantize,
+    few_bit_linear,
+    few_bit_product,
+    group_limit,
+    pack_codes,
+    quantize,
+    unpack_words,
+)
+from peagle.kernels.skinny_linear import ACTIVATIONS
+
+pytest.importorskip("triton")
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+CLOSE = {"atol": 3e-2, "rtol": 3e-2} if ON_GPU else {"atol": 1e-4, "rtol": 1e-4}
+every_form = pytest.mark.parametrize("form", FORMS)
+LARGEST_ERROR = {"int4": 1 / 13.9, "int8": 1 / 250, "fp8": 1 / 28, "mxfp4": 1 / 4}
+"""of a weight, in units of the largest of its group"""
+
+
+def few_bit(num_outputs: int, size: int, form: str, seed: int = 0) -> FewBitWeight:
+    draw = torch.Generator().manual_seed(seed)
+    return on_device(quantize(torch.randn(num_outputs, size, generator=draw) / size**0.5, form))
+
+
+def on_device(weight: FewBitWeight) -> FewBitWeight:
+    zero = None if weight.zero is None else weight.zero.to(DEVICE)
+    return weight._replace(words=weight.words.to(DEVICE), scale=weight.scale.to(DEVICE), zero=zero)
+
+
+def rows(num_rows: int, size: int) -> Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(num_rows)).to(DEVICE, DTYPE)
+
+
+def product(x: Tensor, weight: FewBitWeight) -> Tensor:
+    return functional.linear(x.float(), dequantize(weight))
+
+
+@every_form
+@pytest.mark.parametrize("size", [1, 64, 100, 384])
+def test_codes_come_back_from_their_words(form: str, size: int) -> None:
+    codes = torch.randint(0, 1 << FORMS[form].bits, (5, 3, size), dtype=torch.uint8)
+    words = pack_codes(codes, form)
+    assert words.dtype == torch.int16 and words.shape[:2] == (5, 3)
+    assert words.nbytes * 8 == 15 * FORMS[form].bits * group_limit(form, size)
+    assert torch.equal(unpack_words(words, form, size), codes)
+
+
+def test_codes_stand_for_the_numbers_of_their_format() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(code_values(codes, "int8"), torch.arange(-128.0, 128.0))
+    assert torch.equal(code_values(codes[:16], "int4"), torch.arange(-8.0, 8.0))
+    assert code_values(codes[:16], "mxfp4").tolist()[:8] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert code_values(codes, "fp8")[0x7E] == 448 and code_values(codes, "fp8")[0x01] == 2**-9
+
+
+@every_form
+def test_rounding_is_to_the_nearest_number_that_the_form_has(form: str) -> None:
+    weight = torch.randn(6, 300)
+    weight[2] = 0
+    rounded = quantize(weight, form)
+    found = dequantize(rounded)
+    padded = functional.pad(weight, (0, -300 % min(rounded.group, 300)))
+    largest = padded.unflatten(-1, (-1, min(rounded.group, 300))).abs().amax(-1)
+    limit = largest.repeat_interleave(min(rounded.group, 300), 1)[:, :300] * LARGEST_ERROR[form] + 1e-6
+    assert bool(((found - weight).abs() <= limit).all())
+    assert torch.equal(dequantize(quantize(found, form)), found), "rounded weights stay"
+    assert rounded.num_bytes <= 300 * 6 * (0.75 + 0.2 * (form == "int4") if FORMS[form].bits == 4 else 1.4)
+
+
+@every_form
+@pytest.mark.parametrize("shape", [(16, 64), (40, 128), (70, 320), (24, 100)])
+def test_products_are_those_of_the_dequantized_weight(form: str, shape: tuple[int, int]) -> None:
+    weight = few_bit(*shape, form)
+    for num_rows in (1, 3, 17, MOST_ROWS, MOST_ROWS + 1):
+        x = rows(num_rows, shape[1])
+        torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+
+
+@every_form
+@pytest.mark.parametrize("num_rows", [2, 20, MOST_ROWS + 3])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_bias_gate_and_residual_are_added(form: str, num_rows: int, activation: str | None) -> None:
+    weight, x = few_bit(48, 192, form), rows(num_rows, 192)
+    bias, residual = rows(1, 48)[0], rows(num_rows, 48 if activation is None else 24)
+    expected = product(x, weight) + bias.float()
+    if activation is not None:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = ACTIVATIONS[activation](gate) * up
+    found = few_bit_linear(x, weight, bias, activation)
+    torch.testing.assert_close(found.float(), expected, **CLOSE)
+    found = few_bit_product(x, weight.words, bias, residual, activation, weight.scale, None, form, weight.group)
+    torch.testing.assert_close(found.float(), expected + residual.float(), **CLOSE)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("group", [64, 128, 512])
+@pytest.mark.parametrize("num_rows", [3, MOST_ROWS + 1])
+def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    limit = 1 << (FORMS[form].bits - 1)
+    codes = torch.randint(0, 2 * limit, (32, 384), dtype=torch.uint8, generator=draw)
+    num_groups = -(-384 // group)
+    scale = (torch.rand(32, num_groups, generator=draw) + 0.5) / limit / 20
+    zero = torch.randint(-limit, limit, (32, num_groups), generator=draw).to(torch.int8)
+    weight = on_device(FewBitWeight(form, 384, group, pack_codes(codes, form), scale.half(), zero))
+    values = (codes.float() - limit - zero.repeat_interleave(group, 1)[:, :384]) * scale.half().float().repeat_interleave(
+        group, 1
+    )[:, :384]
+    torch.testing.assert_close(dequantize(weight).cpu(), values)
+    x = rows(num_rows, 384)
+    torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+
+
+@every_form
+def test_every_code_is_exact(form: str) -> None:
+    """One input at a time, so that nothing is rounded but the output."""
+    num_codes, size = 1 << FORMS[form].bits, group_limit(form, 1)
+    codes = torch.arange(num_codes, dtype=torch.uint8)[:, None].repeat(1, size)
+    if form == "fp8":
+        codes[[0x7F, 0xFF]] = 0  # NaN
+    scale = torch.full((num_codes, size // 32), 127, dtype=torch.uint8) if form == "mxfp4" else torch.ones(num_codes, 1)
+    group = 32 if form == "mxfp4" else size
+    weight = on_device(FewBitWeight(form, size, group, pack_codes(codes, form), scale))
+    expected = code_values(codes, form).T.to(DEVICE)
+    for first in range(0, size, 16):
+        x = torch.eye(size, device=DEVICE, dtype=DTYPE)[first : first + 16]
+        assert torch.equal(few_bit_linear(x, weight).float(), expected[first : first + 16])
+    assert torch.equal(few_bit_linear(torch.eye(size + MOST_ROWS, size, device=DEVICE, dtype=DTYPE), weight)[:size].float(), expected)
+
+
+def test_the_operator_keeps_the_rules_of_torch_library() -> None:
+    weight, x = few_bit(16, 64, "int8"), rows(2, 64)
+    args = (x, weight.words, None, None, None, weight.scale, None, "int8", weight.group)
+    torch.library.opcheck(torch.ops.peagle.few_bit.default, args, test_utils=("test_schema", "test_faketensor"))
+    args = (x, weight.words, None, None, "silu", weight.scale, None, "int8", weight.group)
+    torch.library.opcheck(torch.ops.peagle.few_bit.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@every_form
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2880, 2880), (5376, 8192)])
+def test_products_at_true_widths(form: str, shape: tuple[int, int]) -> None:
+    weight = few_bit(*shape, form)
+    for num_rows in (1, 8, 64, 65):
+        x = rows(num_rows, shape[1])
+        torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+        gate, up = product(x, weight).chunk(2, dim=-1)
+        found = few_bit_linear(x, weight, None, "silu").float()
+        torch.testing.assert_close(found, functional.silu(gate) * up, atol=5e-2, rtol=5e-2)
