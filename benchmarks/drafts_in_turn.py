@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="take every N-th prompt of each file")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--verify-tokens", type=int, help="tokens per pass; by default those that pay")
     options = parser.parse_args()
 
-    with LLM(max_batch=1, max_length=2048, reuse_prefixes=False) as llm:
+    with LLM(max_batch=1, max_length=2048, reuse_prefixes=False, verify_tokens=options.verify_tokens) as llm:
         for file in options.prompts:
             chats = [list(prompt.messages) for prompt in read_prompts(file)][:: options.every]
             plain, drafted = Total(), Total()

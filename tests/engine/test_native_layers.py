@@ -225,15 +225,12 @@ def test_after_weights_were_replaced_the_drafters_native_layers_use_the_new_ones
         old.load_state_dict(new.state_dict())
         repack(old)
         layer, expected = old.layers[0], new.layers[0]
-        assert layer.__dict__["forward"] is not None, "the layer is native"
         packed, plain = layer.self_attn.o_proj.packed, expected.self_attn.o_proj.weight
         x = torch.randn(3, plain.shape[1])
         torch.testing.assert_close(layer.self_attn.o_proj(x), x @ plain.t(), rtol=1e-4, atol=1e-4)
-        cells = {
-            name: cell.cell_contents
-            for name, cell in zip(layer.forward.__code__.co_freevars, layer.forward.__closure__, strict=True)
-        }
-        assert cells["native"].output is packed, "not the weight packed before"
+        run = old.__dict__["run_layers"]
+        cells = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__), strict=True))
+        assert cells["natives"][0].output is packed, "not the weight packed before"
     finally:
         undo()
-    assert "forward" not in old.layers[0].__dict__
+    assert "run_layers" not in old.__dict__

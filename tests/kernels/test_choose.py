@@ -84,6 +84,21 @@ def test_choosing_on_a_cpu_is_a_draw_from_the_target_probs() -> None:
     assert found_N.dtype == torch.int64 and torch.equal(found_N, expected_N)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_rows_on_a_cpu_take_the_lowest_of_the_most_likely_tokens(dtype: torch.dtype) -> None:
+    logits_NV = torch.randn(6, 300).to(dtype)
+    logits_NV[0, [7, 250]] = 9.0
+    logits_NV[1] = -INFINITY
+    logits_NV[2] = 0.0
+    logits_NV[3, :299] = -INFINITY
+    logits_NV[4, [20, 40]] = NAN
+    logits_NV[5, [9, 8]] = INFINITY
+    settings = (*columns([WARPS["greedy"]] * 6), *keys(6))
+    for logits in (logits_NV, logits_NV.t().contiguous().t()):
+        found_N = choose_tokens(logits, *settings, STREAM)
+        assert found_N.dtype == torch.int64 and found_N.tolist() == [7, 0, 0, 299, 20, 8]
+
+
 @pytest.mark.parametrize("name", ["greedy", "plain", "min-p"])
 def test_rows_that_all_need_little_are_chosen_alike(name: str) -> None:
     logits_NV = 4 * torch.randn(6, 300)

@@ -147,14 +147,17 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
 
     def forward(self, state: Tensor, embedding: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        if self.hidden_norm is None:
-            attention_input = self.input_layernorm(state)
-        else:
-            normed = self.hidden_norm(state)
-            attention_input = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-            state = normed if self.norm_before_residual else state
+        state, attention_input = self.inputs(state, embedding)
         state = state + self.self_attn(attention_input, rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
+
+    def inputs(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual, and the input of the attention."""
+        if self.hidden_norm is None:
+            return state, self.input_layernorm(state)
+        normed = self.hidden_norm(state)
+        attention_input = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return normed if self.norm_before_residual else state, attention_input
 
 
 class Drafter(nn.Module):

@@ -1,4 +1,4 @@
-"""A drafter's layers over pages: attention, and on a CPU whole layers as one call each (`NativeLayer`).
+"""A drafter's layers over pages: attention, and on a CPU all layers as one call (`NativeLayer`).
 
 Shapes: N slots, D drafter width, H query and G key-value heads, E head width.
 """
@@ -6,12 +6,11 @@ Shapes: N slots, D drafter width, H query and G key-value heads, E head width.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
-import torch
 from torch import Tensor
 
-from peagle.drafter.model import Drafter
+from peagle.drafter.model import Attend, Drafter, Layer
 from peagle.kernels.attention import PagedRows, paged_attention
 from peagle.native.layer import NativeLayer, UnknownPartError, Workspace, run_layers
 
@@ -44,7 +43,7 @@ class PagedAttend:
 
 
 def use_native_layers(drafter: Drafter) -> None:
-    """Let passes over few slots run native layers, where the kernels can."""
+    """Let passes over few slots run all layers as one call, where the kernels can."""
     use_plain_layers(drafter)
     workspace = Workspace()
     try:
@@ -55,28 +54,27 @@ def use_native_layers(drafter: Drafter) -> None:
     except UnknownPartError as reason:
         log.info("the drafter runs on torch's kernels: it has %s", reason)
         return
-    for layer, native in zip(drafter.layers, layers, strict=True):
+    for native in layers:
         native.compile()
-        layer.forward = _forward(layer, native)
+    drafter.run_layers = _run_layers(drafter, layers)  # type: ignore[method-assign]
 
 
 def use_plain_layers(drafter: Drafter) -> None:
     """Undo `use_native_layers`."""
-    for layer in drafter.layers:
-        layer.__dict__.pop("forward", None)
+    drafter.__dict__.pop("run_layers", None)
 
 
-def _forward(layer: Any, native: NativeLayer) -> Callable[..., Tensor]:
-    plain = layer.forward
+def _run_layers(drafter: Drafter, natives: list[NativeLayer]) -> Callable[..., Tensor]:
+    plain, first = drafter.run_layers, cast(Layer, drafter.layers[0])
 
-    def run(state: Tensor, embedding: Tensor, rotary: tuple[Tensor, Tensor], attend: Any) -> Tensor:
-        if state.shape[1] > native.most_rows or not isinstance(attend, PagedAttend):
-            return plain(state, embedding, rotary, attend)
-        attention_input = None
-        if layer.hidden_norm is not None:
-            normed = layer.hidden_norm(state)
-            attention_input = torch.cat([layer.input_layernorm(embedding), normed], dim=-1)
-            state = normed if layer.norm_before_residual else state
-        return run_layers([native], state, rotary, [attend.pages], attend.rows, attention_input)
+    def run(
+        state: Tensor, embedding: Tensor, rotary: tuple[Tensor, Tensor], attend_in: Callable[[int], Attend]
+    ) -> Tensor:
+        attends = [attend_in(index) for index in range(len(natives))]
+        if state.shape[1] > natives[0].most_rows or not isinstance(attends[0], PagedAttend):
+            return plain(state, embedding, rotary, attends.__getitem__)
+        state, attention_input = first.inputs(state, embedding)
+        pages = [cast(PagedAttend, each).pages for each in attends]
+        return run_layers(natives, state, rotary, pages, attends[0].rows, attention_input)
 
     return run

@@ -3,20 +3,20 @@
 On a GPU the logits are read once. PyTorch would read them three times: for the token, its logit and the sum.
 
 The W likeliest tokens are in the W chunks of the row with the largest maxima: a token of any other chunk has W better
-ones, those maxima. So only the maxima of all chunks, and then the logits of W chunks, are compared with each other.
-Among equal logits the lowest id is better, and so is the first chunk among equal maxima.
+ones, those maxima. So only the maxima of all chunks, and then a few logits, are compared with each other. Among equal
+logits the lowest id is better, and so is the first chunk among equal maxima.
 
-Legend: N rows, V vocabulary, C chunks, W tokens per row, U = W * CHUNK.
+Legend: N rows, V vocabulary, C chunks, W tokens per row.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 CHUNK = 64
-"""Logits per chunk. Near sqrt(V / W), so that there are about as many maxima as logits in W chunks."""
+"""logits per chunk: near sqrt(V / W), so that there are about as many maxima as logits in W chunks"""
 
 
 def likeliest_torch(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,29 +29,20 @@ def likeliest_torch(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def likeliest_tokens_torch(logits_NV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """`likeliest_tokens` on a CPU."""
-    vocab_size = logits_NV.shape[1]
-    num_chunks = -(-vocab_size // CHUNK)
-    padded_NV = logits_NV.float()
-    if vocab_size % CHUNK:
-        padded_NV = functional.pad(padded_NV, (0, num_chunks * CHUNK - vocab_size), value=float("-inf"))
-    high_NC = padded_NV.unflatten(1, (num_chunks, CHUNK)).amax(-1)
-    chunk_NW = _largest(high_NC, min(width, num_chunks)).sort(-1).values
-    id_NU = (chunk_NW[..., None] * CHUNK + torch.arange(CHUNK, device=logits_NV.device)).flatten(1)
-    # The clamp is for rows with NaN, where the padding may win.
-    tokens_NW = id_NU.gather(1, _largest(padded_NV.gather(1, id_NU), width)).clamp_max(vocab_size - 1)
-    return tokens_NW, padded_NV.gather(1, tokens_NW) - padded_NV.logsumexp(-1, keepdim=True)
-
-
-def _largest(values_NC: Tensor, width: int) -> Tensor:
-    """The places of the largest values [N, width], the largest first, and the lowest place first among equals.
-
-    A float is a sign and a magnitude. As a two's complement it sorts the same, and -0 equals 0. `topk` does not say
-    which of equal keys it takes, so the place makes all keys different.
-    """
-    bits_NC = values_NC.view(torch.int32).long()
-    ordered_NC = torch.where(bits_NC < 0, -(bits_NC & 0x7FFFFFFF), bits_NC)
-    return ((ordered_NC << 32) - torch.arange(values_NC.shape[1], device=values_NC.device)).topk(width).indices
+    """`likeliest_tokens` on a CPU: sort the few logits that are at least the W-th largest maximum of a chunk."""
+    num_rows, vocab_size = logits_NV.shape
+    num_chunks = max(vocab_size // CHUNK, width)
+    float_NV = logits_NV.float()
+    size = vocab_size // num_chunks
+    high_NC = float_NV[:, : num_chunks * size].unflatten(1, (num_chunks, size)).amax(-1)
+    least_N = np.partition(high_NC.numpy(force=True), num_chunks - width, axis=1)[:, -width]
+    values_NV, tokens_NW = float_NV.numpy(force=True), np.zeros((num_rows, width), np.int64)
+    for values_V, least, tokens_W in zip(values_NV, least_N, tokens_NW, strict=True):
+        found = np.flatnonzero(values_V >= least)
+        best = found[np.argsort(-values_V[found], kind="stable")[:width]]
+        tokens_W[: len(best)] = best  # fewer in a row with NaN
+    tokens = torch.from_numpy(tokens_NW).to(logits_NV.device)
+    return tokens, float_NV.gather(1, tokens) - float_NV.logsumexp(-1, keepdim=True)
 
 
 def _likeliest_on_gpu(logits_NV: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,12 @@ class Builder:
         self.ir.store(value, place)
         return place
 
+    def scratch(self, num_bytes: Any) -> Any:
+        """The address of memory on the stack. Not in a loop: it is kept until the kernel ends."""
+        room = self.ir.alloca(self.i8, size=num_bytes)
+        room.align = 64
+        return self.get(self.variable(self.pointer, room))
+
     def get(self, variable: Any) -> Any:
         return self.ir.load(variable, typ=variable.allocated_type)
 
@@ -129,8 +135,8 @@ class Builder:
         return self.ir.call(self.external(name, kind, kind, kind, kind), [a, b, c])
 
     def spread(self, scalar: Any) -> Any:
-        """A float in every lane."""
-        undefined = ir.Constant(self.floats, ir.Undefined)
+        """A float or an integer in every lane."""
+        undefined = ir.Constant(self.vector(scalar.type), ir.Undefined)
         one = self.ir.insert_element(undefined, scalar, ir.Constant(self.i32, 0))
         return self.ir.shuffle_vector(one, undefined, ir.Constant(self.ints, [0] * self.lanes))
 

@@ -83,7 +83,7 @@ def _missing_mkl(weight: Tensor, _: BlockWeight | None) -> str | None:
     return None if weight.dtype == torch.float32 else f"MKL packs float32, not {weight.dtype}"
 
 
-def _run_stored(x: Tensor, packed: PackedWeight, _: Tensor, bias: Tensor | None) -> Tensor:
+def run_stored(x: Tensor, packed: PackedWeight, _: Tensor, bias: Tensor | None) -> Tensor:
     y_NO = product(x.reshape(-1, packed.num_inputs).contiguous(), packed, bias)
     return y_NO.view(*x.shape[:-1], packed.num_outputs)
 
@@ -112,7 +112,7 @@ KERNELS: dict[str, LinearKernel] = {
         LinearKernel(
             "mkl", lambda weight, _: torch.ops.mkl._mkl_reorder_linear_weight(weight, 8), _run_mkl, _missing_mkl
         ),
-        LinearKernel("stored", pack, _run_stored, missing, size=0.5, is_best=True),
+        LinearKernel("stored", pack, run_stored, missing, size=0.5, is_best=True),
     )
 }
 """By name: plain first, then by ascending preference among equally fast ones."""
@@ -260,7 +260,7 @@ def pack_linears(
                 packed = PackedLinear(linear, KERNELS[choice.kernel], choice.min_rows, choice.max_rows)
                 extra_bytes += packed.extra_bytes
                 replaced[linear] = packed
-    _replace_modules(module, replaced)
+    replace_modules(module, replaced)
     report = PackedReport(tuple(choices), len(replaced), extra_bytes, time.perf_counter() - started, tuple(skipped))
     *details, summary = report.lines()
     for line in details:
@@ -278,7 +278,7 @@ def unpack_linears(module: nn.Module) -> int:
             linear.in_features, linear.out_features = packed.in_features, packed.out_features
             linear.weight, linear.bias = packed.weight, packed.bias
             replaced[packed] = linear.train(packed.training)
-    _replace_modules(module, replaced)
+    replace_modules(module, replaced)
     return len(replaced)
 
 
@@ -315,7 +315,7 @@ def _linears_by_shape(module: nn.Module) -> tuple[dict[_Shape, list[nn.Linear]],
     return by_shape, skipped
 
 
-def _replace_modules(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
+def replace_modules(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> None:
     """Replace each child of `module`, at any depth, by `replaced[child]`."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from peagle.native import jit
 from peagle.native.builder import Builder
+from peagle.native.integers import in_quads, rounded_codes, write_integer_product
 from peagle.native.jit import Call, Calls, call, compile_kernel
 
-Form = Literal["bfloat16", "4-bit", "8-bit"]
+Form = Literal["bfloat16", "4-bit", "8-bit", "integers"]
 
 GROUP = 32
 """inputs that share a scale and an offset"""
@@ -82,7 +83,7 @@ class PackedWeight:
     num_inputs: int
     codes: Tensor
     scales: Tensor
-    """float16 [B, G, scale and offset, L]; empty in bfloat16"""
+    """float16 [B, G, scale and offset, L]; empty in bfloat16; of integers float32 [O]"""
     _products: dict[tuple[int, int], Calls] = field(default_factory=dict)
     """by number of rows, and dimensions of what is added"""
 
@@ -117,6 +118,13 @@ def pack(weight_OI: Tensor, blocks: BlockWeight | None = None) -> PackedWeight:
     pairs_BPpL = codes_BIL.unflatten(1, (-1, 2))
     scales_BG2L = torch.stack([_side_by_side(each) for each in (blocks.scale_OG, blocks.offset_OG)], dim=2)
     return PackedWeight("4-bit", num_outputs, num_inputs, pairs_BPpL[:, :, 0] | pairs_BPpL[:, :, 1] << 4, scales_BG2L)
+
+
+def pack_integers(weight_OI: Tensor) -> PackedWeight:
+    """Pack a weight for products that round it, and their inputs, to 8 bits (`peagle.native.integers`)."""
+    num_outputs, num_inputs = weight_OI.shape
+    codes_OI, scale_O = rounded_codes(weight_OI)
+    return PackedWeight("integers", num_outputs, num_inputs, in_quads(codes_OI, lanes()), scale_O)
 
 
 def _side_by_side(values_OX: Tensor) -> Tensor:
@@ -180,6 +188,8 @@ def _blocks_per_step(tile: int, num_blocks: int) -> int:
 @cache
 def _kernel(form: Form, tile: int, step: int, is_added: bool) -> int:
     name = f"product-{form}-{tile}-{step}{'-plus' * is_added}"
+    if form == "integers":
+        return compile_kernel(name, lambda b: write_integer_product(b, tile, step, is_added), lanes())
     return compile_kernel(name, lambda b: _write_product(b, form, tile, step, is_added), lanes())
 
 

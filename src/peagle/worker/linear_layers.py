@@ -6,6 +6,7 @@ computed by our kernels. On a CPU layers are joined and their weights packed.
 Shapes: V vocabulary, D model width.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -19,10 +20,16 @@ from peagle.kernels.joined_linear import Joined, join_linears, joined_groups, pa
 from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
 from peagle.native.packed_linear import PackedLinear, blocks_of, pack_linears, unpack_linears
 from peagle.native.products import BlockWeight
+from peagle.native.rounded_linear import round_linears
 from peagle.targets.fusing import fuse
 from peagle.targets.hf import HFTarget
 
+log = logging.getLogger(__name__)
+
 Undo = Callable[[], None]
+
+MIN_ROUNDED_HEAD = 2**22
+"""weights of the head of a drafter that computes in integers: the products of a smaller one take little of a step"""
 
 
 @torch.no_grad()
@@ -39,7 +46,7 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
     try:
         for model in models:
             steps.append(partial(part_linears, model))
-            join_linears(model)
+            join_linears(model, few_bit=True)
             steps.append(partial(use_plain_linears, model))
             use_skinny_linears(model)
             steps.append(fuse(model))
@@ -54,7 +61,8 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
 def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_rows: int) -> Undo:
     """On a CPU: join layers that read the same input, and pack all for steps of `num_rows` to `most_rows` tokens.
 
-    The drafter shares the target's packed head. Call the result to undo all of it.
+    A drafter with a large head computes in integers, where the CPU has fast products of them; others share the target's
+    packed head. Call the result to undo all of it.
     """
     models: list[nn.Module] = [target.model] if drafter is None else [target.model, drafter]
 
@@ -69,15 +77,16 @@ def pack_models(target: HFTarget, drafter: Drafter | None, num_rows: int, most_r
     try:
         for model in models:
             join_linears(model)
-        groups = [group for model in models for group in joined_groups(model)]
-        joined = nn.ModuleList(_joined_linear(group) for group in groups)
-        heads = nn.ModuleList() if drafter is None else nn.ModuleList(_own_heads(drafter))
+        wholes = [nn.ModuleList([model, *map(_joined_linear, joined_groups(model))]) for model in models]
+        rounded = None if drafter is None else _round(drafter, wholes[-1])
+        heads = nn.ModuleList() if drafter is None or rounded else nn.ModuleList(_own_heads(drafter))
         # One call for both models, so that a shape they share is timed once.
-        pack_linears(nn.ModuleList([*models, joined, heads]), num_rows, most_rows)
-        for group, linear in zip(groups, joined, strict=True):
-            group.packed = linear
+        pack_linears(nn.ModuleList([*wholes[: 1 if rounded else None], heads]), num_rows, most_rows)
+        for model, whole in zip(models, wholes, strict=True):
+            for group, linear in zip(joined_groups(model), list(whole)[1:], strict=True):
+                group.packed = linear
         if drafter is not None:
-            _share_head(target, drafter, heads)
+            _serve_head(drafter, rounded or _packed_head(target, drafter, heads))
             use_native_layers(drafter)
     except BaseException:
         undo()
@@ -106,6 +115,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def _joined_linear(group: Joined) -> nn.Linear:
     """The layer of a joined group, with the blocks of its parts if all have the same form."""
+    assert isinstance(group.weight, Tensor), "only a GPU computes from few bits"
     linear, blocks = _linear(group.weight, group.bias), [blocks_of(part.weight) for part in group.parts]
     kept = [each for each in blocks if each is not None]
     if len(kept) == len(blocks) and len({each.form for each in kept}) == 1:
@@ -120,8 +130,26 @@ def _own_heads(drafter: Drafter) -> list[nn.Linear]:
     return [_linear(drafter.head_VD, None)] if is_part else []
 
 
-def _share_head(target: HFTarget, drafter: Drafter, heads: nn.ModuleList) -> None:
+def _round(drafter: Drafter, whole: nn.ModuleList) -> nn.Module | None:
+    """Let a drafter with a large head compute in integers: the linear layers in `whole` and the head, which it returns.
+
+    Drafts then differ from those of exact products where two tokens are about equally likely.
+    """
+    head_VD = drafter.head_VD
+    if head_VD.numel() < MIN_ROUNDED_HEAD:
+        return None
+    heads = nn.ModuleList([drafter.lm_head if drafter.config.head == "own" else _linear(head_VD, None)])
+    if (reason := round_linears(nn.ModuleList([whole, heads]))) is not None:
+        log.info("the drafter computes in float32: %s", reason)
+        return None
+    return heads[0]
+
+
+def _packed_head(target: HFTarget, drafter: Drafter, heads: nn.ModuleList) -> nn.Module | None:
     shared = drafter.lm_head if drafter.config.head == "own" else target.model.get_output_embeddings()
-    head = heads[0] if len(heads) else shared
+    return heads[0] if len(heads) else shared
+
+
+def _serve_head(drafter: Drafter, head: nn.Module | None) -> None:
     if isinstance(head, nn.Linear) and getattr(head, "bias", None) is None:
         drafter.serve_head(head)
