@@ -169,15 +169,22 @@ def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
     captured = engine.runner.captured
     assert captured is not None
     sizes: list[int | None] = []
-    verify = captured.step.verify
+    num_drafts: list[int] = []
+    verify, state = captured.step.verify, captured.step.state
+    before = state.max_draft.clone()
 
-    def recorded(rows: torch.Tensor, adjustments: None = None, num_tokens: int | None = None) -> object:
+    def recorded(rows: torch.Tensor, adjustments: None = None, num_tokens: int | None = None) -> Any:
         sizes.append(num_tokens)
-        return verify(rows, adjustments, num_tokens)
+        verified = verify(rows, adjustments, num_tokens)
+        num_drafts.append(int(verified.batch.num_drafts_B.min()))
+        return verified
 
     monkeypatch.setattr(captured.step, "verify", recorded)
+    monkeypatch.setattr(captured_steps, "replay_seconds", lambda replay, _: float(replay() is not None))
     assert engine.step_times(2) is not None
     assert set(sizes) <= {max(captured.verify_sizes(2))}, "the pass of the step that it is a part of"
+    assert state.num_draft_tokens == 0 or num_drafts[-1] > 0, "as expensive as with real requests, each of which has drafts"
+    assert torch.equal(state.max_draft, before)
     third = ask()
     assert third.metrics.num_cached_tokens == 0
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == third.outputs[0].token_ids

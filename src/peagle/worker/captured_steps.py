@@ -170,19 +170,21 @@ class CapturedSteps:
 
     @contextmanager
     def _sequences(self, batch: int, num_pages: int) -> Iterator[tuple[Tensor, Callable[[], PassResult]]]:
-        """The rows of a decode step and its replay, with a sequence of its own pages in every row."""
+        """The rows of a decode step and its replay, with drafts and a sequence of its own pages in every row."""
         state, size = self.step.state, self.size(batch)
         rows, replay = self._row_tensors[size], self.decodes[DecodeShape(size, max(self.verify_sizes(size)), False)]
-        saved = rows.clone(), state.page_table.clone()
+        saved = rows.clone(), state.page_table.clone(), state.max_draft.clone()
         rows.copy_(torch.arange(size, device=self.device).clamp_max(self.max_batch - 1))
         num_columns = state.page_table.shape[1] - 1
         pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (num_pages - 1)
         state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
+        state.max_draft.fill_(state.num_draft_tokens)
         try:
             yield rows, replay
         finally:
             rows.copy_(saved[0])
             state.page_table.copy_(saved[1])
+            state.max_draft.copy_(saved[2])
             self.forget_rows()
 
     def _verify_seconds(self, rows: Tensor, length: int) -> float:
