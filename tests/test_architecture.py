@@ -39,7 +39,7 @@ FLOORS = {
     "drafter": 5,
     "cost": 5,
     "targets": 4,
-    "experts": 4,
+    "experts": 3,
     "native": 3,
     "quantized": 3,
     "kernels": 2,

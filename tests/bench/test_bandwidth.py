@@ -7,10 +7,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from harness.dummy_shapes import TINY
+from harness.model_families import family_target
 from peagle.bench import bandwidth
 from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts, weight_bytes_per_step
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
 from peagle.bench.dummy import drafter_bytes, dummy_drafter
+from peagle.targets.few_bit import quantize_model
 from peagle.targets.shapes import dummy_target
 
 
@@ -53,6 +55,19 @@ def test_of_experts_only_those_count_that_a_step_is_expected_to_choose():
     assert weight_bytes_per_step(model, 1) == 4 * (rest + experts // 4)
     assert weight_bytes_per_step(model, 2) == round(4 * (rest + experts * (1 - 0.75**2)))
     assert weight_bytes_per_step(model, 1000) == pytest.approx(4 * (rest + experts), rel=1e-6)
+
+
+def test_weights_in_few_bits_count_as_they_are_stored():
+    model = family_target("qwen3-moe").model
+    plain = weight_bytes_per_step(model, 1000)
+    inside = sum(weight.nbytes for weight in model.model.layers.parameters() if weight.ndim > 1)
+    quantize_model(model, "int8")
+    stored = dict(model.model.layers.named_buffers())
+    routers = sum(layer.mlp.gate.weight.nbytes for layer in model.model.layers)
+    everything = sum(tensor.nbytes for tensor in stored.values())
+    assert weight_bytes_per_step(model, 1000) == pytest.approx(plain - inside + routers + everything, rel=1e-6)
+    experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)
+    assert weight_bytes_per_step(model, 1000) - weight_bytes_per_step(model, 1) == pytest.approx(experts / 2, rel=1e-6)
 
 
 def test_bandwidth_is_measured_and_plausible():

@@ -168,6 +168,13 @@ CASES = {
     f"{BENCH} --eagle3-drafter drafter": "--eagle3-drafter needs eagle3 in --methods",
     f"{BENCH} --methods p-eagle,eagle3 --eagle3-drafter drafter": "is a drafter for p-eagle, but the method is eagle3",
     f"{BENCH} --anchors --temperature 1": "--anchors decode greedily, but --temperature is 1.0",
+    # weights in few bits
+    f"{GENERATE} --device cpu --quantize int4": "--quantize int4 needs a GPU\nhint: on a CPU use a GGUF file",
+    f"{EVAL} --device cpu --quantize fp8": "--quantize fp8 needs a GPU",
+    f"{EVAL} --quantize fp8 --record": "--record takes the target's own weights, which contradicts --quantize",
+    f"{BENCH} --quantize int8 --anchors": "--anchors takes the target's own weights, which contradicts --quantize",
+    "bench --dummy llama-8b --device cpu --quantize int8": "--quantize int8 needs a GPU",
+    f"{DOCTOR} drafter --target target --quantize fp8": "the gate of a drafter takes the target's own weights",
     f"{BENCH} --prompts rows.jsonl,none.jsonl": "none.jsonl",
     f"{BENCH} --limit 0": "limit must be at least 1, got 0",
     f"{BENCH} --max-tokens 0": "max_tokens must be at least 1, got 0",
@@ -283,6 +290,9 @@ def test_refused(in_world, world, line):
         ("train --data a --output b --loss mse", "mse"),
         ("generate hi there", "there"),
         ("train --data a --output b --drafter c", "--drafter"),
+        ("train --data a --output b --quantize int8", "--quantize"),
+        ("build --output b --quantize int8", "--quantize"),
+        ("generate hi --quantize int5", "int5"),
     ],
 )
 def test_options_that_cannot_be_read_are_explained(in_world, line, named):

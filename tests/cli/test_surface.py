@@ -8,6 +8,7 @@ import pytest
 from peagle.cli.main import COMMANDS
 
 TARGET = "--target --dtype --device"
+SERVED = f"{TARGET} --quantize"
 DRAFTER = "--drafter --allow-mismatch --no-allow-mismatch"
 SAMPLING = (
     "--max-tokens --temperature --top-p --top-k --min-p --repetition-penalty --seed --n --stop "
@@ -28,16 +29,16 @@ API_KEY = "--api-key-file"
 COST = "--price-per-hour --max-tpot --training-hours"
 
 FLAGS = {
-    "generate": (f"--compare --no-compare --raw --no-raw --system --json --no-json {SAMPLING} {TARGET} {DRAFTER}"),
+    "generate": (f"--compare --no-compare --raw --no-raw --system --json --no-json {SAMPLING} {SERVED} {DRAFTER}"),
     "eval": (
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --record --no-record "
-        f"--json --no-json {TARGET} {DRAFTER}"
+        f"--json --no-json {SERVED} {DRAFTER}"
     ),
     "bench": (
         "--prompts --limit --categories --max-turns --methods --num-draft-tokens --concurrency --num-requests "
         "--max-tokens --temperature --seed "
         "--anchors --dummy --assume-acceptance --eagle3-drafter "
-        f"--json --plot --report --instance {COST} {TARGET} {DRAFTER}"
+        f"--json --plot --report --instance {COST} {SERVED} {DRAFTER}"
     ),
     "bench serve": (
         "--prompts --limit --categories --max-turns --endpoint --model --concurrency --request-rate --num-requests "
@@ -48,14 +49,14 @@ FLAGS = {
     "catalog": "--json",
     "serve": (
         "--settings --engine --num-draft-tokens --host --port --served-model-name --api-key-file --cors-origins "
-        f"--request-seconds --drain-seconds {ENGINE} {TARGET} {DRAFTER} {PARALLEL} --vllm-python "
+        f"--request-seconds --drain-seconds {ENGINE} {SERVED} {DRAFTER} {PARALLEL} --vllm-python "
         "--record --record-text --record-mb --swap-from"
     ),
     "report": "--output",
     "tune": (
         "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
         "--num-draft-tokens --eagle3-drafter --num-requests --max-tokens --temperature --seed --output --json "
-        f"--report --price-per-hour --instance --training-hours {TARGET} {DRAFTER}"
+        f"--report --price-per-hour --instance --training-hours {SERVED} {DRAFTER}"
     ),
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (
@@ -92,10 +93,10 @@ FLAGS = {
     "deploy sagemaker status": "--bucket --json --region --profile",
     "deploy sagemaker delete": "--bucket --logs --dry-run --region --profile",
     "deploy sagemaker invoke": "--max-tokens --temperature --json --region --profile",
-    "doctor": f"--engine --prompts --record --no-record --json --no-json {TARGET} {DRAFTER}",
+    "doctor": f"--engine --prompts --record --no-record --json --no-json {SERVED} {DRAFTER}",
     "lossless": (
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --num-seeds --num-samples "
-        f"--output --json --no-json {TARGET} {DRAFTER}"
+        f"--output --json --no-json {SERVED} {DRAFTER}"
     ),
 }
 

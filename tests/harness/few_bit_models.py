@@ -159,19 +159,25 @@ def int8(weight: Tensor, rng: random.Random, strategy: str = "channel", symmetri
     return tensors, Codes(codes.code, zero, scale, codes.group).plain()
 
 
-def fp8(weight: Tensor, rng: random.Random, block: tuple[int, int] = (0, 0), shape: str = "matrix") -> Stored:
+def fp8(
+    weight: Tensor,
+    rng: random.Random,
+    block: tuple[int, int] = (0, 0),
+    shape: str = "matrix",
+    scale: str = "weight_scale",
+) -> Stored:
     """8-bit floats that share a factor by blocks of outputs and inputs; 0 stands for all."""
     num_outputs, num_inputs = weight.shape
     rows, columns = block[0] or num_outputs, block[1] or num_inputs
-    scale = np.zeros((-(-num_outputs // rows), -(-num_inputs // columns)), dtype=np.float32)
-    for index in np.ndindex(*scale.shape):
-        scale[index] = np.float32(rng.uniform(0.001, 0.002))
+    factor = np.zeros((-(-num_outputs // rows), -(-num_inputs // columns)), dtype=np.float32)
+    for index in np.ndindex(*factor.shape):
+        factor[index] = np.float32(rng.uniform(0.001, 0.002))
     bytes_OI = np.zeros((num_outputs, num_inputs), dtype=np.uint8)
     plain = np.zeros((num_outputs, num_inputs), dtype=np.float32)
     coded = (
         (
             weight
-            / torch.from_numpy(scale)
+            / torch.from_numpy(factor)
             .repeat_interleave(rows, 0)
             .repeat_interleave(columns, 1)[:num_outputs, :num_inputs]
         )
@@ -180,10 +186,12 @@ def fp8(weight: Tensor, rng: random.Random, block: tuple[int, int] = (0, 0), sha
     )
     bytes_OI[:] = coded.view(torch.uint8).numpy()
     for o, i in np.ndindex(num_outputs, num_inputs):
-        plain[o, i] = np.float32(E4M3[bytes_OI[o, i]] * float(scale[o // rows, i // columns]))
-    stored = torch.from_numpy(scale)
+        plain[o, i] = np.float32(E4M3[bytes_OI[o, i]] * float(factor[o // rows, i // columns]))
+    stored = torch.from_numpy(factor)
     stored = {"matrix": stored, "vector": stored.flatten(), "scalar": stored.flatten()[0].clone()}[shape]
-    tensors = {"weight": coded, "weight_scale": stored, "input_scale": torch.tensor(0.02)}
+    tensors = {"weight": coded, scale: stored}
+    if scale == "weight_scale":
+        tensors["input_scale"] = torch.tensor(0.02)
     return tensors, torch.from_numpy(plain)
 
 
@@ -263,13 +271,26 @@ FEW_BIT: dict[str, FewBit] = {
     "modelopt": FewBit({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8, {"shape": "scalar"}),
 }
 
+_BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+WIDE_GROUPS: dict[str, FewBit] = {
+    "awq-64": FewBit(_awq(group_size=64), awq, {"group_size": 64}),
+    "gptq-64": FewBit(_gptq(group_size=64, sym=False), gptq, {"group_size": 64}),
+    "gptq-8-64": FewBit(_gptq(bits=8, group_size=64, sym=False), gptq, {"bits": 8, "group_size": 64}),
+    "packed-4-64": FewBit(_group(64), packed, {"group_size": 64}),
+    "packed-8-64": FewBit(_group(64, num_bits=8), packed, {"bits": 8, "group_size": 64}),
+    "packed-4-64-asymmetric": FewBit(_group(64, symmetric=False), packed, {"group_size": 64, "symmetric": False}),
+    "fp8-block": FewBit(_BLOCK_FP8, fp8, {"block": (64, 64), "scale": "weight_scale_inv"}),
+}
+"""Formats with groups that our kernels can read."""
+
 
 def store_in_few_bits(directory: Path, name: str, seed: int = 0) -> dict[str, Tensor]:
-    """Rewrite a plain model's directory in a format of FEW_BIT; the plain float32 numbers by name that it now holds.
+    """Rewrite a plain model's directory in a format of FEW_BIT, or of WIDE_GROUPS; the plain float32 numbers by name
+    that it now holds.
 
     Layers' projections are quantized, but one, as makers leave out sensitive ones.
     """
-    form, rng = FEW_BIT[name], random.Random(seed)
+    form, rng = (FEW_BIT | WIDE_GROUPS)[name], random.Random(seed)
     (weights,) = directory.glob("*.safetensors")
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}

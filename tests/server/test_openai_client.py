@@ -141,6 +141,9 @@ def test_models_are_listed_and_retrieved(served):
     client = served.client()
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 256
+    assert client.models.retrieve("tiny").peagle["precision"] == "float32", (
+        "figures of rounded weights can be told apart"
+    )
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
     assert "'other' does not exist; this server serves tiny" in caught.value.message

@@ -341,3 +341,6 @@ def test_only_weights_that_may_not_fit_this_machines_memory_are_loaded_straight_
     gpu = torch.device("cuda", 0)
     assert load._placement(gpu, 500) == {} and load._placement(torch.device("cpu"), 501) == {}
     assert load._placement(gpu, 501) == {"device_map": {"": gpu}}
+    for room, options in ((501, {"device_map": {"": gpu}}), (500, {})):  # what does not fit is rounded layer by layer
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, room=room: (room, room))
+        assert load._placement(gpu, 501, "int4") == options

@@ -54,6 +54,15 @@ def test_the_batch_limit_joins_the_variables_that_are_given(file):
     assert words[:4] == ["name", "--env", "SM_VLLM_MAX_NUM_SEQS=32", "A=1"] and words.count("--env") == 1
 
 
+def test_the_form_of_the_weights_is_for_our_own_engine(tmp_path):
+    path = tmp_path / "tuned.toml"
+    path.write_text(text_of(settings_of(TUNED, "acme/model", None, "int8"), provenance()))
+    given = ["--settings", str(path)]
+    assert with_settings(given, "serve")[-2:] == ["--quantize", "int8"]
+    assert "--quantize" not in with_settings([*given, "--engine", "vllm"], "serve")
+    assert with_settings(["--quantize", "fp8", *given], "serve").count("--quantize") == 1
+
+
 def test_vllms_own_options_stay_behind_the_dashes(file):
     given = f"--settings={file}"
     assert with_settings([given], "deploy vllm") == [

@@ -7,6 +7,7 @@ measured in the same run.
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from peagle.bench.cells import PLAIN, CellResult, rounded
@@ -37,17 +38,19 @@ def weight_bytes_per_step(model: "PreTrainedModel", concurrency: int = 1) -> int
     An untied embedding does not count: only single rows are read. Of experts, counts the expected number that the
     step's tokens select if all are equally likely.
     """
+    from peagle.targets.few_bit import few_bit_modules
+
     config: Any = model.config.get_text_config()
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = 1 - (1 - chosen / num_experts) ** concurrency if num_experts and chosen else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter is embedding and embedding is not head:
+    few_bit = ((f"{path}.{name}", own) for path, part in few_bit_modules(model) for name, own in part.named_buffers())
+    for name, weight in chain(model.named_parameters(), few_bit):
+        if weight is embedding and embedding is not head:
             continue
-        num_bytes = parameter.numel() * parameter.element_size()
-        total += num_bytes * share if ".experts." in f".{name}." else num_bytes
+        total += weight.nbytes * share if ".experts." in f".{name}." else weight.nbytes
     return round(total)
 
 
@@ -87,6 +90,8 @@ def bandwidth_report(
     drafts, verification has more rows, which wake more experts, and drafting reads the drafter. If no step was steady,
     the mean TPOT stands in for its time.
     """
+    from peagle.targets.few_bit import num_parameters
+
     rows = []
     for result in results:
         cell, step = result.cell, result.step
@@ -109,5 +114,4 @@ def bandwidth_report(
                 "verify_fraction_of_limit": None if verify is None else round(verify_limit / verify, 4),
             }
         )
-    num_parameters = sum(parameter.numel() for parameter in target.model.parameters())
-    return bandwidth | {"num_parameters": num_parameters, "steps": rows}
+    return bandwidth | {"num_parameters": num_parameters(target.model), "steps": rows}

@@ -65,7 +65,7 @@ def facts_of(
         "workload": workload,
         "num_prompts": num_prompts,
         "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "device": str(target.device),
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

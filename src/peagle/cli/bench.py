@@ -20,12 +20,12 @@ from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import cell_line, document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
 from peagle.console.arguments import (
-    ModelArguments,
     Names,
     Numbers,
     NumbersOrAuto,
+    ServedModelArguments,
+    ServedTargetArguments,
     Shares,
-    TargetArguments,
     WorkloadArguments,
     accelerator,
     parse,
@@ -50,7 +50,7 @@ AUTO = (None,)
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     methods: Names = DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = AUTO
@@ -140,6 +140,7 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     ):
         if value is not None and method not in drafted:
             raise ConfigError(f"{flag} needs {method} in --methods", hint=f"add {method}, or drop {flag}")
+    arguments.target.refuse_quantize("--anchors", arguments.anchors)
     temperature = arguments.workload.temperature
     if arguments.anchors and temperature > 0:
         raise ConfigError(
@@ -149,7 +150,7 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     return arguments
 
 
-def _target(arguments: Arguments, drafted: Sequence[str]) -> TargetArguments:
+def _target(arguments: Arguments, drafted: Sequence[str]) -> ServedTargetArguments:
     """The target of the first drafter that is given and used."""
     target = arguments.target
     if "p-eagle" in drafted:
@@ -245,11 +246,10 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], BaseException | None]:
     """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
     from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
-    from peagle.targets.shapes import dummy_target
 
     assert arguments.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
-    target = dummy_target(arguments.dummy, dtype=arguments.target.dtype, device=arguments.target.device)
+    target = arguments.target.create(arguments.dummy)
     depths, given = _dummy_depths(arguments), arguments.assume_acceptance
     shares = () if given is None else assumed_shares(given, max(depths))
     drafters = {} if given is None else {"p-eagle": dummy_drafter(target, max(depths))}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peagle.bench.report import make_table
-from peagle.console.arguments import ModelArguments, parse, with_positional
+from peagle.console.arguments import ServedModelArguments, parse, with_positional
 from peagle.console.facts import describe_drafter, describe_shipped, describe_target, machine
 from peagle.console.progress import progress_bar, working
 from peagle.data.prompts import read_prompts
@@ -31,7 +31,7 @@ STYLES = {"pass": "green", "FAIL": "bold red", "warning": "yellow"}
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     directory: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[DRAFTER]")] = None
     """a drafter directory to check against the target; the same as --drafter"""
     engine: Literal["native", "vllm"] = "native"
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         for name, default in (("prompts", None), ("record", False), ("engine", "native")):
             if getattr(arguments, name) != default:
                 raise ConfigError(f"--{name} needs a drafter", hint="give its directory: peagle doctor DRAFTER")
+    arguments.target.refuse_quantize("the gate of a drafter", given)
     if arguments.prompts is not None:
         read_prompts(arguments.prompts, limit=1)
     if given is not None:  # what a directory lacks is the gate's finding

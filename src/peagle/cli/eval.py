@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peagle.bench.report import make_table, print_document
 from peagle.bench.verdict import acceptance_verdict, shortest_draft
-from peagle.console.arguments import ModelArguments, accelerator, parse
+from peagle.console.arguments import ServedModelArguments, accelerator, parse
 from peagle.console.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import read_prompts, workload_name
@@ -20,7 +20,7 @@ from peagle.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     prompts: Path | None = None
     """prompt file; default: 40 mixed prompts that ship with peagle"""
     limit: int | None = None
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(Arguments, "eval", argv)
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     require_at_least(arguments, 1, "limit", "num_draft_tokens")
+    arguments.target.refuse_quantize("--record", arguments.record)
     given = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
     target = arguments.drafter.pair(arguments.target).load()
     drafter = arguments.drafter.load(target)
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
         "recommended_num_draft_tokens": shortest_draft(measured["per_position"]),
         "target": target.name,
         "method": config.method,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "device": str(target.device),
         "provenance": provenance(accelerator(target)),
     }

@@ -17,7 +17,7 @@ from rich.table import Table
 from peagle.bench.cells import rounded
 from peagle.bench.report import make_table, number
 from peagle.compare.divergence import Divergence, first_divergence
-from peagle.console.arguments import ModelArguments, parse
+from peagle.console.arguments import ServedModelArguments, parse
 from peagle.console.display import STYLES, Display
 from peagle.console.progress import working
 from peagle.errors import ConfigError, RequestError
@@ -67,7 +67,7 @@ class SamplingArguments:
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """what to ask"""
     compare: bool = False
@@ -109,8 +109,7 @@ class Run:
 
 
 def main(argv: list[str]) -> int:
-    arguments = parse(Arguments, "generate", argv)
-    arguments = checked(arguments)
+    arguments = checked(parse(Arguments, "generate", argv))
     params = SamplingParams(**asdict(arguments.sampling))
     num_draft_tokens = params.num_draft_tokens
     with Console(stderr=True).status("loading target and drafter (the first run also converts the target)"):

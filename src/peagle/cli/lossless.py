@@ -15,7 +15,7 @@ import tyro
 from peagle.bench.report import check_output
 from peagle.compare.lossless import Settings, examine
 from peagle.compare.lossless_report import document_of, markdown_of
-from peagle.console.arguments import ModelArguments, accelerator, parse, with_positional
+from peagle.console.arguments import ServedModelArguments, accelerator, parse, with_positional
 from peagle.console.progress import progress_bar
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts
@@ -32,7 +32,7 @@ OWN_PROMPTS = "those that ship with peagle"
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target; the same as --target"""
     output: Path | None = None
@@ -113,11 +113,9 @@ def facts_of(
     from peagle.checkpoint.native import drafter_directory
     from peagle.compare.evidence import fingerprints, own_tensors, prompts_hash
 
-    identity = asdict(TargetIdentity.of(target))
-    tensors = fingerprints(own_tensors(target, drafter))
-    content = json.dumps(tensors, sort_keys=True).encode()
+    content = json.dumps(fingerprints(own_tensors(target, drafter)), sort_keys=True).encode()
     return {
-        "target": identity | {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)},
+        "target": asdict(TargetIdentity.of(target)) | {"dtype": target.precision, "device": str(target.device)},
         "drafter": {
             "name": drafter_directory(arguments.drafter.drafter, target).name,
             "method": drafter.config.method,

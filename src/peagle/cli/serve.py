@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from peagle.console.arguments import ModelArguments, parse, with_positional
+from peagle.console.arguments import ServedModelArguments, parse, with_positional
 from peagle.console.progress import working
 from peagle.engine.recorder import Recorder, RecordOptions
 from peagle.errors import ConfigError, MissingExtraError
@@ -52,7 +52,7 @@ class VllmOptions(Parallelism):
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target to serve; same as --target"""
     num_draft_tokens: int | None = None
@@ -236,6 +236,7 @@ def check_settings(arguments: Arguments, vllm: Installed) -> None:
         raise ConfigError("--record is for our own engine, but this is vLLM", hint="drop --record or --engine vllm")
     if arguments.swap_from is not None:
         raise ConfigError("--swap-from is for our own engine, but this is vLLM", hint="drop --swap-from")
+    arguments.target.refuse_quantize("--engine vllm")
     device = arguments.target.device
     if device not in ("auto", "cpu" if vllm.is_cpu else "cuda"):
         kind = "CPUs" if vllm.is_cpu else "GPUs"

@@ -13,7 +13,7 @@ from peagle.bench.report import check_output, document_of, print_document
 from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
-from peagle.console.arguments import ModelArguments, Names, Numbers, NumbersOrAuto, WorkloadArguments, parse
+from peagle.console.arguments import Names, Numbers, NumbersOrAuto, ServedModelArguments, WorkloadArguments, parse
 from peagle.errors import ConfigError
 from peagle.report.build import write_report
 from peagle.tuning.price import MachinePrice, priced
@@ -24,7 +24,7 @@ from peagle.tuning.shown import lines_of, table_of
 
 
 @dataclass(frozen=True)
-class Arguments(ModelArguments):
+class Arguments(ServedModelArguments):
     output: Path | None = None
     """write the settings to this file (.toml)"""
     concurrency: Numbers = (1, 8, 32)
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
     document = sweep.cost.added_to(document | {"tuned": tuned, "verdict": verdict, "recommended": best})
     drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
-    settings = settings_of(tuned, sweep.target.target, drafter)
+    settings = settings_of(tuned, sweep.target.target, drafter, sweep.target.quantize)
     if arguments.output is not None:
         arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
     said = [

@@ -47,7 +47,7 @@ def _verdict(document: dict[str, Any]) -> list[str]:
     rule = (
         "In float32 no greedy token may differ, and a sampled one only if rounding moves it past its random number."
         if target["dtype"] == "float32"
-        else f"In {target['dtype']} answers may diverge only at near ties of the target."
+        else f"In {target['dtype'].partition(',')[0]} answers may diverge only at near ties of the target."
     )
     return [
         f"{verdict} {rule}",

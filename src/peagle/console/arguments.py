@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-D = TypeVar("D", "TargetArguments", "DrafterArguments")
+D = TypeVar("D", bound="TargetArguments | DrafterArguments")
+TargetOptions = TypeVar("TargetOptions", bound="TargetArguments")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "PEAGLE_API_KEY"
@@ -61,6 +62,9 @@ class TargetArguments:
         check_source(self.target or DEFAULT_TARGET)
 
     def load(self) -> "HFTarget":
+        return self._load()
+
+    def _load(self, **more: Any) -> "HFTarget":
         from transformers.utils import logging as transformers_logging
 
         from peagle.targets.load import load_target
@@ -68,7 +72,31 @@ class TargetArguments:
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         with working(f"loading the target {self.target or ''}".rstrip()):
-            return load_target(self.target, dtype=self.dtype, device=self.device)
+            return load_target(self.target, dtype=self.dtype, device=self.device, **more)
+
+
+@dataclass(frozen=True)
+class ServedTargetArguments(TargetArguments):
+    """Target model."""
+
+    quantize: Literal["fp8", "int8", "int4", "mxfp4"] | None = None
+    """on a GPU: round the weights of the layers to 8 or 4 bits, and keep them so; mxfp4: only those of experts"""
+
+    def load(self) -> "HFTarget":
+        return self._load(quantize=self.quantize)
+
+    def create(self, shape: str) -> "HFTarget":
+        """A target of this shape with random weights."""
+        from peagle.targets.shapes import dummy_target
+
+        return dummy_target(shape, dtype=self.dtype, device=self.device, quantize=self.quantize)
+
+    def refuse_quantize(self, what: str, is_given: object = True) -> None:
+        """Refuse --quantize together with something that takes the weights as they are."""
+        if self.quantize is not None and is_given:
+            raise ConfigError(
+                f"{what} takes the target's own weights, which contradicts --quantize", hint="drop one of the two"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,7 +108,7 @@ class DrafterArguments:
     allow_mismatch: bool = False
     """accept a drafter trained for other weights, another tokenizer or another chat template"""
 
-    def target_for(self, target: TargetArguments) -> TargetArguments:
+    def target_for(self, target: TargetOptions) -> TargetOptions:
         """The options of the target to use: of the given one, else of the one on the drafter's card.
 
         Refuses a target that is not there, before torch is imported.
@@ -94,7 +122,7 @@ class DrafterArguments:
         target.check()
         return target
 
-    def pair(self, target: TargetArguments) -> TargetArguments:
+    def pair(self, target: TargetOptions) -> TargetOptions:
         """The same, and refuse a drafter that is not there or not public."""
         from peagle.checkpoint.pairing import check_drafter
         from peagle.targets.catalog import DEFAULT_TARGET, find
@@ -121,6 +149,13 @@ class ModelArguments:
 
     target: TargetArguments = field(default_factory=TargetArguments)
     drafter: DrafterArguments = field(default_factory=DrafterArguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModelArguments(ModelArguments):
+    """The same for commands that only decode, whose target may be rounded to few bits."""
+
+    target: ServedTargetArguments = field(default_factory=ServedTargetArguments)
 
 
 @dataclass(frozen=True)

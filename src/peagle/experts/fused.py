@@ -115,11 +115,11 @@ def fuse_experts(root: nn.Module) -> Callable[[], None]:
             _restore(*fused.pop())
 
     for module in list(root.modules()):
-        gate = _gate(module)
+        gate = gate_of(module)
         if gate is None:
             continue
         original = type(module)
-        module.__dict__.update(plain_forward=module.forward, fused_gate=gate, gate_numbers=_gate_numbers(module))
+        module.__dict__.update(plain_forward=module.forward, fused_gate=gate, gate_numbers=gate_numbers(module))
         module.__class__ = _fused_class(original)  # type: ignore[arg-type]  # classes are hashable
         fused.append((module, original))
         kind = (original, gate, *(weight.shape for weight in module.parameters()))
@@ -138,7 +138,7 @@ def _restore(module: nn.Module, original: type) -> None:
         del module.__dict__[name]
 
 
-def _gate(module: nn.Module) -> str | None:
+def gate_of(module: nn.Module) -> str | None:
     """The gate of experts that are stacked as our kernels read them; None for other modules."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
@@ -148,7 +148,7 @@ def _gate(module: nn.Module) -> str | None:
     probe = 4 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     found: Tensor = module._apply_gate(probe)  # type: ignore[operator]
     if not module.is_concatenated:
-        return "clamped" if torch.allclose(found, _clamped_gate(probe, *_gate_numbers(module)), atol=1e-5) else None
+        return "clamped" if torch.allclose(found, _clamped_gate(probe, *gate_numbers(module)), atol=1e-5) else None
     gate, up = probe.chunk(2, dim=-1)
     for name, function in ACTIVATIONS.items():
         if torch.allclose(found, function(gate) * up, atol=1e-5):
@@ -156,7 +156,7 @@ def _gate(module: nn.Module) -> str | None:
     return None
 
 
-def _gate_numbers(module: nn.Module) -> tuple[float, float]:
+def gate_numbers(module: nn.Module) -> tuple[float, float]:
     alpha, limit = getattr(module, "alpha", 1.0), getattr(module, "limit", 1.0)
     return (float(alpha), float(limit)) if isinstance(alpha, float) and isinstance(limit, float) else (1.0, 1.0)
 

@@ -4,9 +4,13 @@ Query, key and value projections read the same rows, and so do gate and up proje
 little more than its launch, so one product instead of three saves two launches per layer and step.
 """
 
+from itertools import chain
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from peagle.kernels.few_bit import FewBitWeight
 from peagle.kernels.skinny_linear import ACTIVATIONS, skinny_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -15,17 +19,25 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class Joined:
     """The stacked weights of several layers, and their product with the current input."""
 
+    weight: Tensor | FewBitWeight
+    bias: Tensor | None
+
     def __init__(self, parts: list[nn.Linear]) -> None:
         self.parts = parts
-        """The original layers, for `part_linears`. Their parameters are views of the joined ones."""
+        """The original layers, for `part_linears`. Their tensors are views of the joined ones."""
         self.sizes = [part.out_features for part in parts]
-        self.weight = torch.cat([part.weight for part in parts])
-        has_bias = any(name == "bias" for part in parts for name, _ in part.named_parameters())
-        self.bias = torch.cat([part.bias for part in parts]) if has_bias else None
-        for index, part in enumerate(parts):
-            part.weight.data = self.weight.split(self.sizes)[index]
-            if self.bias is not None:
-                part.bias.data = self.bias.split(self.sizes)[index]
+        whole: dict[str, Tensor] = {}
+        for tensors in zip(*map(_tensors, parts), strict=True):
+            name = tensors[0][0]
+            whole[name] = torch.cat([tensor for _, tensor in tensors])
+            for (_, tensor), view in zip(tensors, whole[name].split(self.sizes), strict=True):
+                tensor.data = view
+        stored = _stored(parts[0])
+        if stored is None:
+            self.weight = whole["weight"]
+        else:
+            self.weight = stored._replace(words=whole["words"], scale=whole["scale"], zero=whole.get("zero"))
+        self.bias = whole.get("bias")
         self.packed: nn.Module | None = None
         """Computes the product from a packed form of the weight, if there is one."""
         self._reset()
@@ -49,31 +61,49 @@ class Joined:
 
 
 class JoinedPart(nn.Module):
-    """One layer of a joined group. Its `weight` and `bias` are views of the joined ones."""
+    """One layer of a joined group. Its tensors are views of the joined ones."""
 
     def __init__(self, joined: Joined, index: int) -> None:
         super().__init__()
         self.joined, self.index = joined, index
         plain = joined.parts[index]
         self.out_features, self.in_features = plain.out_features, plain.in_features
-        self.weight, self.bias = plain.weight, plain.bias
+        self._parameters |= plain._parameters
+        self._buffers |= plain._buffers
 
     def forward(self, x: Tensor) -> Tensor:
         return self.joined.product(x, self.index)
 
 
+def _tensors(linear: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*linear.named_parameters(), *linear.named_buffers()]
+
+
+def _stored(linear: nn.Module) -> FewBitWeight | None:
+    """The weight of a layer that has it in few bits."""
+    stored = getattr(linear, "stored", None)
+    return stored if isinstance(stored, FewBitWeight) else None
+
+
+def _kind(linear: nn.Linear) -> tuple[object, ...]:
+    """What layers must have in common to be joined."""
+    stored = _stored(linear)
+    form = None if stored is None else (stored.form, stored.group, stored.zero is None)
+    return linear.in_features, linear.bias is None, form
+
+
 @torch.no_grad()
-def join_linears(module: nn.Module) -> int:
+def join_linears(module: nn.Module, *, few_bit: bool = False) -> int:
     """Join sibling projections inside `module`, in place, and return the number of groups.
 
-    The state dict keeps its names, values and size.
+    The state dict keeps its names, values and size. With `few_bit`, also joins layers with weights in few bits.
     """
     num_joined = 0
     for parent in list(module.modules()):
         for names in SIBLINGS:
-            parts = [part for name in names if type(part := getattr(parent, name, None)) is nn.Linear]
-            kinds = {(part.in_features, part.bias is None) for part in parts}
-            if len(parts) < len(names) or len(kinds) > 1:
+            found: list[Any] = [getattr(parent, name, None) for name in names]
+            parts = [part for part in found if type(part) is nn.Linear or (few_bit and _stored(part) is not None)]
+            if len(parts) < len(names) or len(set(map(_kind, parts))) > 1:
                 continue
             joined = Joined(parts)
             for index, name in enumerate(names):
@@ -90,13 +120,13 @@ def joined_groups(module: nn.Module) -> list[Joined]:
 
 @torch.no_grad()
 def part_linears(module: nn.Module) -> None:
-    """Undo `join_linears`: restore the original layers and parameters, with their own memory."""
+    """Undo `join_linears`: restore the original layers and tensors, with their own memory."""
     for parent in list(module.modules()):
         for name, part in list(parent.named_children()):
             if isinstance(part, JoinedPart):
                 plain = part.joined.parts[part.index]
-                for parameter in plain.parameters():
-                    parameter.data = parameter.data.clone()
+                for tensor in chain(plain.parameters(), plain.buffers()):
+                    tensor.data = tensor.data.clone()
                 setattr(parent, name, plain)
 
 

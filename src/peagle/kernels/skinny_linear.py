@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peagle.kernels.few_bit import FewBitWeight, dequantize, few_bit_linear
 from peagle.kernels.tilings import FEW_ROWS, linear_tiling
 
 MORE_ROWS = 64
@@ -26,10 +27,20 @@ def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
     return FEW_ROWS if is_gated or (num_columns <= 8192 and size <= 16384) else 0
 
 
-def is_few(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
-    """Whether our kernel takes this input. Compiled code has one variant for each answer."""
+def is_few(x: Tensor, weight: Tensor | FewBitWeight, *, is_gated: bool = False) -> bool:
+    """Whether our kernel takes this input. Compiled code has one variant for each answer.
+
+    With a weight in few bits it takes any number of rows.
+    """
+    if isinstance(weight, FewBitWeight):
+        return reads_codes(x)
     limit = most_rows(*weight.shape, is_gated=is_gated) * x.shape[-1]
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.numel() <= limit
+
+
+def reads_codes(x: Tensor) -> bool:
+    """Whether our kernels for weights in few bits take this input. For others such weights become plain first."""
+    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class SkinnyLinear(nn.Linear):
@@ -53,15 +64,21 @@ def use_plain_linears(module: nn.Module) -> None:
             part.__class__ = nn.Linear  # type: ignore[assignment]  # its original class
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor | FewBitWeight, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`, for inference."""
     if is_few(x, weight):
-        return _skinny(x, weight, bias, None, None)
-    return functional.linear(x, weight, bias)
+        return _product(x, weight, bias, None)
+    return functional.linear(x, dequantize(weight).to(x.dtype) if isinstance(weight, FewBitWeight) else weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor | FewBitWeight, bias: Tensor | None, activation: str) -> Tensor:
     """activation(gate) * up for few rows (`is_few`). `weight` is the gate's stacked on the up projection's."""
+    return _product(x, weight, bias, activation)
+
+
+def _product(x: Tensor, weight: Tensor | FewBitWeight, bias: Tensor | None, activation: str | None) -> Tensor:
+    if isinstance(weight, FewBitWeight):
+        return few_bit_linear(x, weight, bias, activation)
     return _skinny(x, weight, bias, None, activation)
 
 
@@ -128,11 +145,9 @@ def join_sums(graph: torch.fx.Graph) -> None:
             continue
         for product, residual in (node.args, node.args[::-1]):
             if _is_open(product) and _looks_like(residual, product):
-                x, weight, bias, _, activation = product.args
+                assert callable(product.target)
                 with graph.inserting_before(node):
-                    joined = graph.call_function(
-                        torch.ops.peagle.skinny.default, (x, weight, bias, residual, activation)
-                    )
+                    joined = graph.call_function(product.target, (*product.args[:3], residual, *product.args[4:]))
                 joined.meta.update(node.meta)
                 node.replace_all_uses_with(joined)
                 graph.erase_node(node)
@@ -142,7 +157,8 @@ def join_sums(graph: torch.fx.Graph) -> None:
 
 def _is_open(product: object) -> TypeGuard[torch.fx.Node]:
     """Whether this is a product of our kernel without a residual, read only by the sum."""
-    if not isinstance(product, torch.fx.Node) or product.target is not torch.ops.peagle.skinny.default:
+    products = (torch.ops.peagle.skinny.default, torch.ops.peagle.few_bit.default)
+    if not isinstance(product, torch.fx.Node) or product.target not in products:
         return False
     return len(product.users) == 1 and product.args[3] is None
 

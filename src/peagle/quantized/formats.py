@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from peagle.errors import TargetError
 
-Layout = Literal["awq", "gptq", "packed", "codes"]
+Layout = Literal["awq", "gptq", "packed", "codes", "mxfp4"]
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """Keys of config.json; the second is compressed-tensors' older one."""
@@ -35,11 +35,13 @@ class Scheme:
     """How one weight of O outputs and I inputs is stored."""
 
     layout: Layout
-    """Codes of 4 or 8 bits in int32, as AutoAWQ, GPTQ or compressed-tensors pack them; or one code per element."""
+    """Codes of 4 or 8 bits in int32, as AutoAWQ, GPTQ or compressed-tensors pack them; one code per element; or stacks
+    of MXFP4."""
     bits: int
     block: tuple[int, int] | None
     """The outputs and inputs that share one scale; 0 stands for all. None: one scale per output, or one for all."""
     has_zeros: bool = False
+    """Whether codes may have a zero other than the middle one."""
     zero_offset: int = 0
     """What is added to a stored zero."""
     has_order: bool = False
@@ -89,10 +91,13 @@ def is_read_by_transformers(config: dict[str, Any]) -> bool:
     )
 
 
-def describe(directory: Path) -> Description | None:
-    """How the directory stores few-bit weights; None if it has none, or transformers dequantizes them."""
+def describe(directory: Path, *, with_all: bool = False) -> Description | None:
+    """How the directory stores few-bit weights; None if it has none, or transformers dequantizes them.
+
+    with_all: describe also those that transformers would dequantize.
+    """
     config = quantization_config(directory)
-    if not config or is_read_by_transformers(config):
+    if not config or (is_read_by_transformers(config) and not with_all):
         return None
     method = str(config.get("quant_method"))
     read = {
@@ -101,6 +106,7 @@ def describe(directory: Path) -> Description | None:
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "fbgemm_fp8": _fp8,
+        "mxfp4": lambda _: _everywhere(Scheme("mxfp4", 4, (1, 32))),
         "modelopt": _modelopt,
     }.get(method)
     if read is None:
@@ -152,12 +158,13 @@ def _gptq(config: dict[str, Any]) -> Groups:
     if bits not in (4, 8):
         raise _UnknownFormError(f"{bits} bits")
     offset = 1 if form == "gptq" else 0
-    scheme = Scheme("gptq", bits, _group(config["group_size"]), True, offset, has_order=bool(config.get("desc_act")))
-    return _everywhere(scheme)
+    group, has_zeros, has_order = _group(config["group_size"]), not config.get("sym", True), config.get("desc_act")
+    return _everywhere(Scheme("gptq", bits, group, has_zeros, offset, bool(has_order)))
 
 
 def _fp8(config: dict[str, Any]) -> Groups:
-    return _everywhere(Scheme("codes", 8, None))
+    block = config.get("weight_block_size")
+    return _everywhere(Scheme("codes", 8, (int(block[0]), int(block[1])) if block else None))
 
 
 def _modelopt(config: dict[str, Any]) -> Groups:

@@ -13,6 +13,7 @@ from peagle.safetensors_header import TensorInfo, read_header, weight_files
 
 CODES: dict[Layout, str] = {"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "codes": "weight"}
 """The tensor that holds the codes of a module, by layout."""
+SCALES = ("weight_scale", "weight_scale_inv", "scales")
 FLOATS = ("F16", "BF16", "F32")
 UNUSED = {
     *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "input_scale_ub"),
@@ -28,12 +29,13 @@ class StoredWeight:
 
     module: str
     scheme: Scheme
-    shape: tuple[int, int]
-    """Outputs and inputs."""
+    shape: tuple[int, ...]
+    """Outputs and inputs; of a stack, experts first."""
     block: tuple[int, int]
     """The outputs and inputs that share one scale."""
     parts: tuple[str, ...]
     """Its tensors, without the module."""
+    scale_dtype: str
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,12 @@ class FewBitCheckpoint:
         return stored + sum(prod(info.shape) for info in self.plain.values())
 
 
-def read_few_bit(directory: Path) -> FewBitCheckpoint | None:
-    """The directory's few-bit weights, checked; None if it has none, or transformers dequantizes them."""
-    described = describe(directory)
+def read_few_bit(directory: Path, *, with_all: bool = False) -> FewBitCheckpoint | None:
+    """The directory's few-bit weights, checked; None if it has none, or transformers dequantizes them.
+
+    with_all: also those that transformers would dequantize.
+    """
+    described = describe(directory, with_all=with_all)
     if described is None:
         return None
     files: dict[str, Path] = {}
@@ -72,6 +77,10 @@ def read_few_bit(directory: Path) -> FewBitCheckpoint | None:
         if part in ("qweight", "weight_packed") or (part == "weight" and infos[name].dtype not in (*FLOATS, "F64")):
             weight = check.weight(module, part)
             weights[f"{module}.weight"] = weight
+            used |= {f"{module}.{each}" for each in weight.parts}
+        elif part.endswith("_blocks") and described.method == "mxfp4":
+            weight = check.stack(module, part)
+            weights[name.removesuffix("_blocks")] = weight
             used |= {f"{module}.{each}" for each in weight.parts}
     plain = {name: info for name, info in infos.items() if name not in used and name.rpartition(".")[2] not in UNUSED}
     for name, info in plain.items():
@@ -109,7 +118,18 @@ class _Check:
                 raise self._contradiction(
                     f"{module}.{each} has the shape {list(info.shape)}, but {size} need {list(wanted)}"
                 )
-        return StoredWeight(module, scheme, shape, block, (part, *expected))
+        (scales,) = (self._info(module, each) for each in expected if each in SCALES)
+        return StoredWeight(module, scheme, shape, block, (part, *expected), scales.dtype)
+
+    def stack(self, module: str, part: str) -> StoredWeight:
+        """MXFP4: blocks of 16 bytes, two codes in each, and an exponent per block."""
+        blocks, other = self._info(module, part), part.replace("_blocks", "_scales")
+        scales = self._info(module, other)
+        if (blocks.dtype, scales.dtype, blocks.shape) != ("U8", "U8", (*scales.shape, 16)) or len(scales.shape) != 3:
+            raise self._contradiction(f"{module}.{part} is not MXFP4 in blocks of 32 with the scales {other}")
+        num_experts, num_outputs, num_blocks = scales.shape
+        shape = (num_experts, num_outputs, 32 * num_blocks)
+        return StoredWeight(module, self.described.scheme(module), shape, (1, 32), (part, other), scales.dtype)
 
     def _shape(self, module: str, scheme: Scheme, codes: TensorInfo) -> tuple[int, int]:
         """Outputs and inputs of a weight."""
@@ -137,7 +157,7 @@ class _Check:
     def _block(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[int, int]:
         block = scheme.block
         if block is None:
-            block = (0, 0) if prod(self._info(module, "weight_scale").shape) == 1 else (1, 0)
+            block = (0, 0) if prod(self._info(module, self._scale(module)).shape) == 1 else (1, 0)
         return block[0] or shape[0], block[1] or shape[1]
 
     def _expected(
@@ -153,7 +173,7 @@ class _Check:
                 "qzeros": ((num_columns, words), ("I32",)),
             }
         else:
-            expected = {"weight_scale": ((num_rows, num_columns), FLOATS)}
+            expected = {self._scale(module): ((num_rows, num_columns), FLOATS)}
         if scheme.layout == "packed":
             expected["weight_shape"] = ((2,), ("I64", "I32"))
         if scheme.has_zeros and scheme.layout in ("packed", "codes"):
@@ -165,6 +185,10 @@ class _Check:
         if scheme.has_order or (stored is not None and stored.shape != (0,)):
             expected[order] = ((inputs,), ("I32", "I64"))
         return expected
+
+    def _scale(self, module: str) -> str:
+        """transformers' FP8 calls its factors inverse."""
+        return "weight_scale_inv" if f"{module}.weight_scale_inv" in self.infos else "weight_scale"
 
     def _info(self, module: str, part: str) -> TensorInfo:
         info = self.infos.get(f"{module}.{part}")

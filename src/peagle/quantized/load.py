@@ -1,14 +1,14 @@
-"""Load a causal LM whose weights are stored in few bits, with plain weights.
+"""Load a causal LM whose weights are stored in few bits: kept so for our kernels, or with plain weights.
 
-Ours turns AWQ, GPTQ, compressed-tensors and FP8 with a scale per tensor or output into plain tensors, each when
-transformers asks for it. transformers itself turns MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and others) into
-plain weights on any device. Kernels that compute with few bits exist for some GPUs only, and transformers downloads
-them at first use. bfloat16 holds MXFP4 exactly; other formats are rounded to the target's dtype.
+Plain weights: ours turns AWQ, GPTQ, compressed-tensors and FP8 with a scale per tensor or output into plain tensors,
+each when transformers asks for it. transformers itself turns MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and
+others) into plain weights. bfloat16 holds MXFP4 exactly; other formats are rounded to the target's dtype.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import EllipsisType
@@ -17,17 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.quantized.formats import CONFIG_KEYS, is_read_by_transformers, quantization_config
-from peagle.quantized.headers import FewBitCheckpoint, read_few_bit
+from peagle.errors import TargetError
+from peagle.quantized.formats import CONFIG_KEYS, Description, is_read_by_transformers, quantization_config
+from peagle.quantized.headers import FewBitCheckpoint, StoredWeight, read_few_bit
+from peagle.quantized.keep import Keep, KeptWeights
 from peagle.quantized.unpack import dequantize
 
 log = logging.getLogger(__name__)
 
 
-def load_model(directory: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The model in `dtype`, and transformers' report on its tensors. `options` are those of `from_pretrained`."""
+def load_model(
+    directory: Path, dtype: torch.dtype, keep: Keep | None = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The model in `dtype`, and transformers' report on its tensors. `options` are those of `from_pretrained`.
+
+    keep: leave few-bit weights as they are, where our kernels can read them.
+    """
     from transformers import AutoModelForCausalLM
 
+    if keep is not None and (checkpoint := keepable(directory)) is not None:
+        kept = _load_kept(checkpoint, dtype, keep)
+        if kept is not None:
+            return kept
     options |= {"dtype": dtype, "output_loading_info": True}
     if (few_bit := read_few_bit(directory)) is not None:
         return _load_few_bit(few_bit, options)
@@ -39,53 +50,114 @@ def load_model(directory: Path, dtype: torch.dtype, **options: Any) -> tuple[Any
     return model, report
 
 
-def _load_few_bit(checkpoint: FewBitCheckpoint, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+def keepable(directory: Path) -> FewBitCheckpoint | None:
+    """The directory's few-bit weights if our kernels may read them; None if transformers has to."""
+    try:
+        checkpoint = read_few_bit(directory, with_all=True)
+        return checkpoint if checkpoint is not None and checkpoint.weights else None
+    except TargetError:
+        if is_read_by_transformers(quantization_config(directory)):
+            return None
+        raise
 
-    described = checkpoint.described
+
+def _load_few_bit(checkpoint: FewBitCheckpoint, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    described, read = checkpoint.described, _Reader(checkpoint)
     log.info("dequantizing %s weights while loading (vLLM would keep them quantized)", described.method)
-    if described.rounds_activations:
-        log.info("activations are not quantized here (vLLM would round them too)")
-    config = AutoConfig.from_pretrained(described.directory)
-    for part, key in product((config, config.get_text_config()), CONFIG_KEYS):
-        part.__dict__.pop(key, None)
-    with contextlib.suppress(OSError):  # the file is optional
-        options["generation_config"] = GenerationConfig.from_pretrained(described.directory)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)  # only a class takes a state dict, not the Auto class
-    model, report = type(empty).from_pretrained(
-        None, config=empty.config, state_dict=plain_state_dict(checkpoint), **options
-    )
-    model.config.name_or_path = str(described.directory)
+    _log_activations(described)
+    state = read.plain() | read.dequantized(checkpoint.weights)
+    return _load_state(checkpoint, _empty_model(described), state, options)
+
+
+def _load_kept(checkpoint: FewBitCheckpoint, dtype: torch.dtype, keep: Keep) -> tuple[Any, dict[str, Any]] | None:
+    """The model with weights in few bits; None if it must be loaded with plain ones."""
+    described, read = checkpoint.described, _Reader(checkpoint)
+    empty = _empty_model(described)
+    kept = KeptWeights(checkpoint, empty, read.parts, dtype, keep)
+    others = checkpoint.weights.keys() - kept.covered
+    if not kept.covered or any(checkpoint.weights[name].scheme.layout == "mxfp4" for name in others):
+        log.info("%s weights are not kept in few bits: our kernels cannot read them", described.method)
+        return None
+    options = {"dtype": dtype, "output_loading_info": True}
+    model, report = _load_state(checkpoint, empty, read.plain() | read.dequantized(others) | kept.reads, options)
+    if (lost := kept.put_into(model)) is not None:
+        log.info("%s weights are not kept in few bits: %s", described.method, lost)
+        return None
+    log.info("keeping %s weights in %s bits", described.method, kept.bits)
+    if kept.num_plain:
+        log.info("dequantizing %d of them, whose groups or zeros our kernels cannot read", kept.num_plain)
+    _log_activations(described)
     return model, report
 
 
-def plain_state_dict(checkpoint: FewBitCheckpoint) -> dict[str, Any]:
-    """The checkpoint as plain tensors by name; each is read, and dequantized, when it is indexed with `[...]`."""
-    from safetensors import safe_open
+def _log_activations(described: Description) -> None:
+    if described.rounds_activations:
+        log.info("activations are not quantized here (vLLM would round them too)")
 
-    open_files = {path: safe_open(path, framework="pt") for path in set(checkpoint.files.values())}
 
-    def read(name: str) -> Tensor:
-        tensor: Tensor = open_files[checkpoint.files[name]].get_tensor(name)
+def _empty_model(described: Description) -> Any:
+    """The model on the meta device. It tells the class: only a class takes a state dict, not the Auto class."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(described.directory)
+    for part, key in product((config, config.get_text_config()), CONFIG_KEYS):
+        part.__dict__.pop(key, None)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _load_state(
+    checkpoint: FewBitCheckpoint, empty: Any, state: dict[str, Callable[[], Tensor]], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The model from a function per tensor, each called when transformers wants the tensor."""
+    from transformers import GenerationConfig
+
+    directory = checkpoint.described.directory
+    with contextlib.suppress(OSError):  # the file is optional
+        options["generation_config"] = GenerationConfig.from_pretrained(directory)
+    state_dict = {name: _Unread(read) for name, read in state.items()}
+    model, report = type(empty).from_pretrained(None, config=empty.config, state_dict=state_dict, **options)
+    model.config.name_or_path = str(directory)
+    return model, report
+
+
+class _Reader:
+    """Reads the tensors of a checkpoint."""
+
+    def __init__(self, checkpoint: FewBitCheckpoint) -> None:
+        from safetensors import safe_open
+
+        self._checkpoint = checkpoint
+        self._files = {path: safe_open(path, framework="pt") for path in set(checkpoint.files.values())}
+
+    def plain(self) -> dict[str, Callable[[], Tensor]]:
+        """What reads each plain tensor."""
+        return {name: partial(self._tensor, name) for name in self._checkpoint.plain}
+
+    def dequantized(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+        """What reads few-bit weights as plain ones."""
+        return {name: partial(self._dequantized, self._checkpoint.weights[name]) for name in names}
+
+    def parts(self, weight: StoredWeight) -> dict[str, Tensor]:
+        """The tensors of a few-bit weight."""
+        return {part: self._tensor(f"{weight.module}.{part}") for part in weight.parts}
+
+    def _dequantized(self, weight: StoredWeight) -> Tensor:
+        return dequantize(weight, self.parts(weight))
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._checkpoint.files[name]].get_tensor(name)
         return tensor
-
-    def read_few_bit(name: str) -> Tensor:
-        weight = checkpoint.weights[name]
-        return dequantize(weight, {part: read(f"{weight.module}.{part}") for part in weight.parts})
-
-    plain = {name: _Unread(name, read) for name in checkpoint.plain}
-    return plain | {name: _Unread(name, read_few_bit) for name in checkpoint.weights}
 
 
 class _Unread:
     """A tensor that is read when it is indexed, which is how transformers reads those of a file."""
 
-    def __init__(self, name: str, read: Callable[[str], Tensor]) -> None:
-        self._name, self._read = name, read
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        return self._read(self._name)
+        return self._read()
 
 
 def dequantize_options(directory: Path) -> dict[str, Any]:

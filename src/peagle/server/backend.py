@@ -18,6 +18,8 @@ class Backend(ABC):
     max_length: int | None
     near_tie: float | None = None
     """gap of log-probabilities up to which rounding may decide between two tokens, if known"""
+    precision: str | None = None
+    """of weights and computation, if known"""
     engine_name: str | None = None
     """name and version of the process behind it, if there is one"""
 
@@ -42,7 +44,9 @@ class Backend(ABC):
     def describe(self) -> str:
         """How it decodes, for the log."""
         how = f"{self.method} with {self.num_draft_tokens} draft tokens" if self.method else "plain decoding"
-        return ", ".join(filter(None, (self.engine_name, how, f"at most {self.max_length} tokens per sequence")))
+        return ", ".join(
+            filter(None, (self.engine_name, self.precision, how, f"at most {self.max_length} tokens per sequence"))
+        )
 
     def check_model(self, name: str | None) -> None:
         """Refuse an unknown model name. No name means the only target there is."""
@@ -69,5 +73,6 @@ class Backend(ABC):
                 "drafter": self.drafter_name,
                 "max_length": self.max_length,
             }
+            | ({"precision": self.precision} if self.precision else {})
             | ({"near_tie": self.near_tie} if self.near_tie else {}),
         }

@@ -103,7 +103,7 @@ class Service(Backend):
         super().__init__(names, target.name, metrics)
         max_waiting = engine.runner.config.max_waiting
         self._capacity = math.inf if max_waiting is None else max_waiting + self.max_batch
-        self.vocab_size, self.near_tie = target.vocab_size, near_tie(target)
+        self.vocab_size, self.near_tie, self.precision = target.vocab_size, near_tie(target), target.precision
         self.tokenizer = copy.deepcopy(target.tokenizer)  # the engine's thread uses the other one
         self.token_texts = TokenTexts(self.tokenizer)
         template = self.tokenizer.chat_template or ""

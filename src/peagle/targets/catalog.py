@@ -21,6 +21,8 @@ ASSETS = Path(__file__).parent.parent / "assets"
 BUILT_IN = Path(__file__).with_name("catalog.toml")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 GB = 1e9
+FEW_BITS = ("mxfp4", "fp8")
+"""The stored formats that keep weights in few bits."""
 KEYS_HINT = "docs/guides/models.md explains every key; `peagle catalog --json` shows examples"
 
 
@@ -168,8 +170,18 @@ class CatalogEntry:
             (each for each in reversed(usual) if each.min_length < (max_length or 1)), (usual or self.drafters)[0]
         )
 
+    @property
+    def keeps_few_bits(self) -> bool:
+        """Whether `target` itself is stored in few bits, which the native engine keeps on a GPU."""
+        return self.weights in FEW_BITS and self.quantized_target is None
+
     def native_gb(self, drafter: CatalogDrafter | None = None) -> float:
-        """Size of the weights on the native engine: bfloat16 on a GPU. The KV cache comes on top."""
+        """Size of the weights on the native engine, on a GPU: bfloat16, or as they are stored in few bits.
+
+        The KV cache comes on top.
+        """
+        if self.keeps_few_bits:
+            return self.vllm_gb(drafter)
         own = drafter.num_parameters or 0 if drafter is not None else 0
         return 2 * (self.num_parameters + own) / GB
 

@@ -46,7 +46,8 @@ def details(entry: CatalogEntry) -> Table:
     table = Table(title=entry.title or entry.name, title_justify="left", show_header=False)
     usual = entry.drafter()
     extra = "" if usual.num_parameters is None else ", including the drafter"
-    memory = f"{entry.native_gb(usual):.1f} GB native (bfloat16), {entry.vllm_gb(usual):.1f} GB with vLLM{extra}"
+    form = f"{entry.weights} kept, on a GPU" if entry.keeps_few_bits else "bfloat16"
+    memory = f"{entry.native_gb(usual):.1f} GB native ({form}), {entry.vllm_gb(usual):.1f} GB with vLLM{extra}"
     rows = {
         "name": entry.name,
         "target": entry.target + (f", for vLLM {entry.quantized_target}" if entry.quantized_target else ""),

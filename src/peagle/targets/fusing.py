@@ -1,7 +1,8 @@
 """Fuse the gate of an MLP with its two projections, in any model that has a gated MLP.
 
 Most decoders compute down(activation(gate(x)) * up(x)). We recognize such a module by the names of its parts and by
-comparing its output, not by a table of models. Only passes with few rows are fused; larger ones run the model's code.
+comparing its output, not by a table of models. Only passes with few rows are fused, and any with weights in few bits;
+others run the model's code.
 """
 
 import logging
@@ -42,7 +43,7 @@ def fuse(root: nn.Module) -> Callable[[], None]:
     fused: list[tuple[nn.Module, type]] = []
     for module in list(root.modules()):
         activation = gate_activation(module)
-        if activation is not None and _is_plain(module, activation):
+        if activation is not None and _is_plain(module, activation, next(root.parameters())):
             fused.append((module, type(module)))
             module.__dict__.update(plain_forward=module.forward, activation=activation)
             module.__class__ = _gated(type(module))  # type: ignore[arg-type]  # classes are hashable
@@ -56,11 +57,11 @@ def fuse(root: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _is_plain(module: nn.Module, activation: str) -> bool:
-    """Whether the module computes down(activation(gate) * up), on random rows."""
-    weight: Tensor = module.gate_proj.joined.weight  # type: ignore[union-attr, assignment]
-    draw = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(4, weight.shape[1], generator=draw, device=weight.device).to(weight.dtype)
+def _is_plain(module: nn.Module, activation: str, like: Tensor) -> bool:
+    """Whether the module computes down(activation(gate) * up), on random rows of the dtype and device of `like`."""
+    draw = torch.Generator(like.device).manual_seed(0)
+    size: int = module.gate_proj.in_features  # type: ignore[union-attr, assignment]
+    x = torch.randn(4, size, generator=draw, device=like.device).to(like.dtype)
     gate, up = module.gate_proj(x), module.up_proj(x)  # type: ignore[operator]
     expected = module.down_proj(ACTIVATIONS[activation](gate) * up)  # type: ignore[operator]
     difference = (module(x) - expected).float().norm() / expected.float().norm()

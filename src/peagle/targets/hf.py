@@ -3,7 +3,6 @@
 Shapes: B requests, T tokens, V vocabulary, D width, A concatenated aux width (number of aux layers times D).
 """
 
-import hashlib
 import logging
 from functools import partial
 from itertools import chain
@@ -15,9 +14,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from peagle.errors import TargetError
+from peagle.experts.few_bit import FewBitExperts
+from peagle.quantized.linear import FewBitLinear
 from peagle.targets import hub
 from peagle.targets.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from peagle.targets.catalog import ASSETS, CatalogDrafter, CatalogEntry
+from peagle.targets.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +71,7 @@ class HFTarget:
         self.vocab_size: int = config.vocab_size
         self.max_length = _max_length(config)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.layers = _decoder_layers(model, self.num_layers)
+        self.layers = decoder_layers(model)
         self._taps: list[Any] = []
         self._captured: dict[int, Tensor] = {}
         self.aux_layer_ids: tuple[int, ...] = ()
@@ -82,6 +84,13 @@ class HFTarget:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def precision(self) -> str:
+        """The dtype it computes in, and how its weights are kept if in few bits: "bfloat16, int4 weights"."""
+        few_bit = (module for module in self.layers.modules() if isinstance(module, FewBitLinear | FewBitExperts))
+        forms = sorted({module.form for module in few_bit})
+        return ", ".join([str(self.dtype).removeprefix("torch."), *(f"{form} weights" for form in forms)])
 
     @property
     def device(self) -> torch.device:
@@ -219,17 +228,10 @@ class HFTarget:
         """
         if self._kept_fingerprint is not None:
             return self._kept_fingerprint
-        samples, names = [], []
-        for name, parameter in sorted(self.model.named_parameters()):
-            flat = parameter.detach().flatten()
-            index = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).long()
-            samples.append(flat[index.to(flat.device)].to(torch.bfloat16))
-            names.append(f"{name}:{list(parameter.shape)}")
-        content = torch.cat(samples).view(torch.int16).cpu().numpy().tobytes()
-        return hashlib.sha256("\n".join(names).encode() + content).hexdigest()[:32]
+        return fingerprint(self.model)
 
     def keep_fingerprint(self) -> None:
-        """Remember the fingerprint before the weights are sharded over several processes."""
+        """Remember the fingerprint before the weights are sharded over several processes, or rounded to few bits."""
         self._kept_fingerprint = self.fingerprint()
 
     def _keep_input(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -286,8 +288,9 @@ def _max_length(config: Any) -> int:
     return most
 
 
-def _decoder_layers(model: "PreTrainedModel", num_layers: int) -> nn.ModuleList:
+def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
     """The decoder's list of layers, found by its length, for any model family."""
+    num_layers = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module

@@ -153,16 +153,28 @@ def published(model_id: str, *names: str) -> Path | None:
 
 def count_parameters(model_id: str) -> int | None:
     """The number of parameters according to the hub, at least; None if unknown or unreachable."""
+    counts, quantization = _stored(model_id)
+    # A byte holds two 4-bit weights, an int32 as many as the config says, or at least four.
+    held = {"U8": 2, "I32": 32 // quantization.get("bits", 8)}
+    return sum(count * held.get(dtype, 1) for dtype, count in counts.items()) if counts else None
+
+
+def few_bit_bytes(model_id: str) -> int | None:
+    """Bytes of weights that are stored in few bits, according to the hub; None if they are plain, or unknown."""
+    counts, quantization = _stored(model_id)
+    bytes_each = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4}  # others are loaded in 2 bytes
+    return sum(count * bytes_each.get(dtype, 2) for dtype, count in counts.items()) if quantization else None
+
+
+def _stored(model_id: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """The numbers of each dtype that the hub counts in the files, and the quantization_config; empty if unknown."""
     from huggingface_hub import HfApi
 
     try:
         about: Any = HfApi().model_info(model_id, expand=["safetensors", "config"], timeout=10)
-        stored = (about.config or {}).get("quantization_config") or {}
-        # A byte holds two 4-bit weights, an int32 as many as the config says, or at least four.
-        held = {"U8": 2, "I32": 32 // stored.get("bits", 8)}
-        return sum(count * held.get(dtype, 1) for dtype, count in about.safetensors.parameters.items())
+        return dict(about.safetensors.parameters), (about.config or {}).get("quantization_config") or {}
     except Exception:  # the download reports the problem
-        return None
+        return {}, {}
 
 
 def _check_complete(directory: Path, what: What) -> None:

@@ -14,11 +14,15 @@ import torch
 
 from peagle.cache import cache_directory
 from peagle.errors import CheckpointError, TargetError, first_line
+from peagle.experts.few_bit import set_experts
+from peagle.experts.fused import gate_of
 from peagle.host_memory import total_bytes
 from peagle.native.gguf_blocks import attach_blocks, blocks_path, write_blocks
+from peagle.quantized.formats import quantization_config
+from peagle.quantized.keep import Keep
 from peagle.quantized.load import forget_quantization, load_model
-from peagle.targets import hub
-from peagle.targets.capacity import check_fits, count_parameters
+from peagle.targets import few_bit, hub
+from peagle.targets.capacity import check_fits, count_parameters, keeps_few_bits
 from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, check_spelling, find
 from peagle.targets.hf import HFTarget
 
@@ -35,12 +39,16 @@ def load_target(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    quantize: str | None = None,
     aux_layer_ids: tuple[int, ...] | None = None,
 ) -> HFTarget:
     """Load a target from a directory, a GGUF file, a catalog name, or a Hugging Face model id.
 
     None loads the embedded default. A GGUF file is converted once, to safetensors in the cache directory
     (`PEAGLE_CACHE`, else ~/.cache/peagle). The choice behind "auto" is logged with its reason.
+
+    quantize: keep the weights of the decoder layers in "int4", "int8" or "fp8", or those of experts in "mxfp4". Needs a
+    GPU and bfloat16. The fingerprint stays that of the weights before.
     """
     from transformers import AutoTokenizer
 
@@ -50,14 +58,20 @@ def load_target(
     directory = local_target(name, entry)
     num_parameters = _num_parameters(name, entry, directory)
     chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
-    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory)
+    if quantize is not None:
+        few_bit.check_quantize(quantize, chosen_device, chosen_dtype)
+        _check_plain(name, directory)
+    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory, quantize)
     if directory is None:
         directory = hub.download(_model_id(name, entry), "target")
         num_parameters = _num_parameters(name, entry, directory)  # the hub does not know it of few-bit weights
-        check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory)
-    placement = _placement(chosen_device, num_parameters * chosen_dtype.itemsize)
+        if quantize is not None:
+            _check_plain(name, directory)
+        check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory, quantize)
+    placement = _placement(chosen_device, num_parameters * chosen_dtype.itemsize, quantize)
     try:
-        model, report = load_model(directory, chosen_dtype, **placement)
+        keep = Keep(chosen_device, gate_of, set_experts) if keeps_few_bits(chosen_device, chosen_dtype) else None
+        model, report = load_model(directory, chosen_dtype, keep, **placement)
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # transformers, safetensors and tokenizers raise many types
         raise TargetError(
@@ -71,8 +85,8 @@ def load_target(
         )
     if chosen_device.type == "cpu" and chosen_dtype == torch.float32:
         attach_blocks(model, directory)
-    return HFTarget(
-        model.to(chosen_device),
+    found = HFTarget(
+        model if quantize is not None else model.to(chosen_device),
         tokenizer,
         name=_short_name(name, entry),
         source=_source(name, entry),
@@ -80,6 +94,12 @@ def load_target(
         entry=None if entry is None or (entry.package is not None and not _is_name(name, entry)) else entry,
         aux_layer_ids=aux_layer_ids,
     )
+    if quantize is not None or any(few_bit.few_bit_modules(model)):
+        found.keep_fingerprint()  # drafters are made for the weights before rounding; an engine joins those in few bits
+    if quantize is not None:
+        few_bit.quantize_model(model, quantize, chosen_device)
+        log.info("the layers' weights are kept in %s: %.1f GB in all", quantize, few_bit.num_bytes(model) / 1e9)
+    return found
 
 
 def load_tokenizer(target: str | os.PathLike[str] | None = None) -> "PreTrainedTokenizerBase":
@@ -125,10 +145,21 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
     return directory
 
 
-def _placement(device: torch.device, num_bytes: int) -> dict[str, Any]:
+def _check_plain(name: str, directory: Path | None) -> None:
+    """Refuse to round weights that are stored in few bits already."""
+    if directory is not None and (method := quantization_config(directory).get("quant_method")):
+        raise TargetError(
+            f"{name} is stored in few bits already ({method}), and --quantize would round it twice",
+            hint="load it without --quantize, or quantize the original model",
+        )
+
+
+def _placement(device: torch.device, num_bytes: int, quantize: str | None = None) -> dict[str, Any]:
     """Options that load large weights directly to the GPU, because they might not fit in host memory."""
     if device.type != "cuda" or num_bytes <= total_bytes() // 2:
         return {}
+    if quantize is not None and num_bytes > torch.cuda.mem_get_info(device)[0]:
+        return {}  # layer by layer
     return {"device_map": {"": device}}
 
 

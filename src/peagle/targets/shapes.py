@@ -126,7 +126,9 @@ def read_shape(name: str) -> dict[str, Any]:
     return settings
 
 
-def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto", **others: Any) -> "HFTarget":
+def dummy_target(
+    name: str, *, dtype: str = "auto", device: str = "auto", quantize: str | None = None, **others: Any
+) -> "HFTarget":
     """A target with random weights, created on the device; refused if it does not fit.
 
     `others` replace settings of the config, such as the number of layers.
@@ -136,31 +138,43 @@ def dummy_target(name: str, *, dtype: str = "auto", device: str = "auto", **othe
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from peagle.host_memory import available_bytes
+    from peagle.targets import few_bit
     from peagle.targets.hf import HFTarget
     from peagle.targets.load import choose_device, choose_dtype
 
     settings = read_shape(name) | others
     model_type = settings.pop("model_type")
     chosen_device = choose_device(device)
+
+    def create(place: torch.device, dtype: torch.dtype) -> Any:
+        with place:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    nowhere = torch.device("meta")
     try:
         config = AutoConfig.for_model(model_type, **settings)
-        with torch.device("meta"):
-            empty: Any = AutoModelForCausalLM.from_config(config)
+        empty = create(nowhere, torch.float32)
     except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ConfigError(
             f"transformers cannot build a causal LM from {name}: {error}", hint="pass the config of a text model"
         ) from error
-    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
-    chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
-    num_bytes = num_parameters * chosen_dtype.itemsize
+    chosen_dtype = choose_dtype(dtype, chosen_device, few_bit.num_bytes(empty))
+    empty.to(chosen_dtype)
+    if quantize is not None:
+        few_bit.check_quantize(quantize, chosen_device, chosen_dtype)
+        few_bit.quantize_model(empty, quantize)
+    num_bytes = few_bit.num_bytes(empty)
     room = torch.cuda.mem_get_info(chosen_device)[0] if chosen_device.type == "cuda" else available_bytes()
     if num_bytes > room:
         raise CapacityError(
             f"the weights of {name} take {num_bytes / 2**30:.1f} GiB, but {chosen_device} has {room / 2**30:.1f} GiB",
-            hint="choose a smaller shape, or --dtype bfloat16",
+            hint="choose a smaller shape, or "
+            + ("--dtype bfloat16" if chosen_dtype.itemsize > 2 else "--quantize int4"),
         )
-    with torch.device(chosen_device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen_dtype)
+    if quantize is None:
+        model = create(chosen_device, chosen_dtype)
+    else:
+        model = few_bit.create_quantized(create(nowhere, chosen_dtype), quantize, chosen_device)
     one_token = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=one_token, unk_token="?", clean_up_tokenization_spaces=False)
     return HFTarget(model, tokenizer, name=f"{Path(name).stem} (random weights)")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from peagle.drafter.model import Drafter
 from peagle.errors import ConfigError
 from peagle.objective.config import TrainConfig
+from peagle.targets.few_bit import few_bit_modules
 from peagle.targets.hf import HFTarget
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,8 @@ def shard(drafter: Drafter, target: HFTarget) -> None:
 
 def can_shard(target: HFTarget) -> bool:
     """Whether the target's layers can be sharded: quantized weights cannot."""
-    return all(parameter.is_floating_point() for parameter in target.layers.parameters())
+    is_plain = all(parameter.is_floating_point() for parameter in target.layers.parameters())
+    return is_plain and not any(few_bit_modules(target.layers))
 
 
 def whole_state(state: Any) -> Any:

@@ -26,6 +26,8 @@ class Native:
     num_draft_tokens: int | None = None
     """None: the engine chooses; 0: no drafts"""
     max_batch: int | None = None
+    quantize: str | None = None
+    """form of the target's weights"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Settings:
     """what was measured; nothing reads it"""
 
 
-def settings_of(tuned: Mapping[str, Any], target: str | None, drafter: str | None) -> Settings:
+def settings_of(
+    tuned: Mapping[str, Any], target: str | None, drafter: str | None, quantize: str | None = None
+) -> Settings:
     """The settings that a recommendation means. Without drafts no drafter is named."""
     for_vllm, batch = tuned["vllm"] or {}, tuned["max_batch"]
     depth = 0 if tuned["method"] == "none" else tuned["num_draft_tokens"]
@@ -54,7 +58,7 @@ def settings_of(tuned: Mapping[str, Any], target: str | None, drafter: str | Non
     return Settings(
         target,
         _absolute(drafter) if is_used else None,
-        Native(depth, batch),
+        Native(depth, batch, quantize),
         Vllm(for_vllm.get("num_draft_tokens"), batch),
         {name: value for name, value in tuned["expected"].items() if value is not None},
     )
@@ -98,6 +102,7 @@ def with_settings(argv: list[str], command: Command) -> list[str]:
     options: dict[str, Any] = {} if has_target else {"--target": found.target}
     if command == "serve" and not _is_vllm(ours):
         options |= {"--num-draft-tokens": found.native.num_draft_tokens, "--max-batch": found.native.max_batch}
+        options["--quantize"] = found.native.quantize
     else:
         options["--num-draft-tokens"] = found.vllm.num_draft_tokens
         options |= {"--max-batch": found.vllm.max_num_seqs} if command == "serve" else {}
