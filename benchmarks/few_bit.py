@@ -22,10 +22,10 @@ from torch.nn import functional
 from peagle.bench.bandwidth import measure_bandwidth
 from peagle.experts.few_bit_triton import FewBitExpertTiling, few_bit_expert_products_triton
 from peagle.experts.product_triton import expert_products_triton
-from peagle.kernels.few_bit import FewBitWeight, quantize
-from peagle.kernels.few_bit_triton import FewBitTiling, few_bit_product_triton, few_bit_tiling
-from peagle.kernels.skinny_linear_triton import skinny_linear_triton
-from peagle.kernels.tilings import linear_tiling
+from peagle.linears.few_bit import FewBitWeight, quantize
+from peagle.linears.few_bit_triton import FewBitTiling, few_bit_product_triton, few_bit_tiling
+from peagle.linears.skinny_linear_triton import skinny_linear_triton
+from peagle.linears.tilings import linear_tiling
 from peagle.worker.graphs import capture, replay_seconds
 
 CACHE_BYTES = 200 << 20

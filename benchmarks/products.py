@@ -1,4 +1,4 @@
-"""Time our skinny matrix product against torch's, to choose the entries of kernels/tilings.py. Needs a GPU.
+"""Time our skinny matrix product against torch's, to choose the entries of linears/tilings.py. Needs a GPU.
 
     python benchmarks/products.py [--weights 960x576 576x576+ 3072x576g ...] [--rows 8 64 256 512] [--keep 3]
     python benchmarks/products.py --steps 8 32 64 [--num-draft-tokens 7]
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from peagle.engine.llm import LLM
-from peagle.kernels import skinny_linear, skinny_linear_triton
-from peagle.kernels.tilings import FEW_ROWS
-from peagle.kernels.tilings import LinearTiling as Tiling
+from peagle.linears import skinny_linear, skinny_linear_triton
+from peagle.linears.tilings import FEW_ROWS
+from peagle.linears.tilings import LinearTiling as Tiling
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 from peagle.worker.graphs import capture, replay_seconds

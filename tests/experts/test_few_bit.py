@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from peagle.experts import few_bit
 from peagle.experts.few_bit import FewBitExperts, few_bit_expert_products, plain_experts, quantize_experts
 from peagle.experts.fused import fuse_experts
-from peagle.kernels.few_bit import FORMS
+from peagle.linears.few_bit import FORMS
 
 pytest.importorskip("triton")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peagle.experts.few_bit import FewBitExperts, plain_experts
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.targets import few_bit
 from peagle.targets.hf import HFTarget
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.gguf_files import tiny_gguf_target, write_gguf
-from peagle.kernels.joined_linear import Joined
+from peagle.linears.joined_linear import Joined
 from peagle.native.gguf_blocks import blocks_path, write_blocks
 from peagle.native.packed_linear import blocks_of
 from peagle.native.products import BlockWeight, pack

@@ -21,11 +21,11 @@ from peagle.engine.llm import LLM
 from peagle.errors import CapacityError
 from peagle.experts.few_bit import FewBitExperts, plain_experts, set_experts
 from peagle.experts.fused import gate_of
-from peagle.kernels import few_bit
+from peagle.linears import few_bit
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.quantized import unpack
 from peagle.quantized.headers import FewBitCheckpoint, StoredWeight, read_few_bit
 from peagle.quantized.keep import Keep, kept_bytes
-from peagle.quantized.linear import FewBitLinear
 from peagle.quantized.load import load_model
 from peagle.sampling_params import SamplingParams
 from peagle.targets import capacity, hub

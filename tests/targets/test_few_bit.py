@@ -19,9 +19,9 @@ from peagle.engine.llm import LLM
 from peagle.errors import CapacityError, TargetError
 from peagle.experts import few_bit as few_bit_experts
 from peagle.experts.few_bit import FewBitExperts
-from peagle.kernels import skinny_linear
-from peagle.kernels.few_bit import dequantize
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears import skinny_linear
+from peagle.linears.few_bit import dequantize
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.sampling_params import SamplingParams
 from peagle.targets import capacity
 from peagle.targets.few_bit import check_quantize, num_bytes, num_parameters, quantize_model, quantized_bytes

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.model_families import FAMILIES, family_target
 from harness.tiny_models import tiny_drafter, tiny_target
-from peagle.kernels.joined_linear import join_linears, part_linears
+from peagle.linears.joined_linear import join_linears, part_linears
 from peagle.targets import fusing
 from peagle.targets.fusing import GatedProduct, fuse
 

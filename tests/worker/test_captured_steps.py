@@ -183,7 +183,7 @@ def test_what_measuring_steps_writes_into_pages_is_not_taken_for_a_text(
     monkeypatch.setattr(captured_steps, "replay_seconds", lambda replay, _: float(replay() is not None))
     assert engine.step_times(2) is not None
     assert set(sizes) <= {max(captured.verify_sizes(2))}, "the pass of the step that it is a part of"
-    assert state.num_draft_tokens == 0 or num_drafts[-1] > 0, "as expensive as with real requests, each of which has drafts"
+    assert state.num_draft_tokens == 0 or num_drafts[-1] > 0, "as expensive as with real requests"
     assert torch.equal(state.max_draft, before)
     third = ask()
     assert third.metrics.num_cached_tokens == 0

@@ -9,7 +9,7 @@ from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
-from peagle.kernels.joined_linear import joined_groups
+from peagle.linears.joined_linear import joined_groups
 from peagle.native.integers import missing_integers
 from peagle.native.packed_linear import PackedLinear
 from peagle.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
-from peagle.kernels.joined_linear import JoinedPart
+from peagle.linears.joined_linear import JoinedPart
 from peagle.native.packed_linear import PackedLinear
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import TREE_NODES

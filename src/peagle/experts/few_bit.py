@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from peagle.experts.fused import gate_numbers, gate_of
-from peagle.kernels.few_bit import FewBitWeight, dequantize, quantize
-from peagle.kernels.skinny_linear import reads_codes
+from peagle.linears.few_bit import FewBitWeight, dequantize, quantize
+from peagle.linears.skinny_linear import reads_codes
 
 MOST_WEIGHTS = 1 << 26
 """Weights that are rounded at once: rounding takes many times their memory."""

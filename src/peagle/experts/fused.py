@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.skinny_linear import ACTIVATIONS
+from peagle.linears.skinny_linear import ACTIVATIONS
 
 log = logging.getLogger(__name__)
 

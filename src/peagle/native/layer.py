@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.kernels.attention import PagedRows
-from peagle.kernels.joined_linear import JoinedPart, gate_activation
+from peagle.linears.joined_linear import JoinedPart, gate_activation
 from peagle.native.jit import Calls
 from peagle.native.layer_kernels import (
     LANES,

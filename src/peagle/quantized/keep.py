@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.few_bit import FORMS, FewBitWeight, group_limit
+from peagle.linears.few_bit import FORMS, FewBitWeight, group_limit
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.quantized.headers import FewBitCheckpoint, StoredWeight
-from peagle.quantized.linear import FewBitLinear
 from peagle.quantized.unpack import dequantize, fits_kernels, keep
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -8,7 +8,7 @@ E experts, O outputs, I inputs, G scales over the inputs, R scales over the outp
 import torch
 from torch import Tensor
 
-from peagle.kernels.few_bit import FORMS, MXFP4_GROUP, FewBitWeight, group_limit, pack_codes
+from peagle.linears.few_bit import FORMS, MXFP4_GROUP, FewBitWeight, group_limit, pack_codes
 from peagle.quantized.headers import SCALES, StoredWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -13,8 +13,8 @@ from torch import nn
 
 from peagle.errors import TargetError, nearest
 from peagle.experts.few_bit import FewBitExperts, quantize_experts
-from peagle.kernels.few_bit import FORMS
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears.few_bit import FORMS
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.targets.hf import decoder_layers
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from peagle.experts.few_bit import PROJECTIONS, FewBitExperts
-from peagle.kernels.few_bit import FewBitWeight, dequantize
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears.few_bit import FewBitWeight, dequantize
+from peagle.linears.few_bit_linear import FewBitLinear
 
 NUM_SAMPLES = 64
 """Elements of each weight that count."""

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.joined_linear import JoinedPart, gate_activation
-from peagle.kernels.skinny_linear import ACTIVATIONS, gated_linear, is_few
+from peagle.linears.joined_linear import JoinedPart, gate_activation
+from peagle.linears.skinny_linear import ACTIVATIONS, gated_linear, is_few
 
 log = logging.getLogger(__name__)
 

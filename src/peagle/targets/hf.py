@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from peagle.errors import TargetError
 from peagle.experts.few_bit import FewBitExperts
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.targets import hub
 from peagle.targets.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from peagle.targets.catalog import ASSETS, CatalogDrafter, CatalogEntry

@@ -13,9 +13,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from peagle.experts import top_k
 from peagle.experts.top_k import use_top_k
-from peagle.kernels import skinny_linear
 from peagle.kernels.compiler import compiled
-from peagle.kernels.skinny_linear import join_sums, use_skinny_products
+from peagle.linears import skinny_linear
+from peagle.linears.skinny_linear import join_sums, use_skinny_products
 
 T = TypeVar("T")
 

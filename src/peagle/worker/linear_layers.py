@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from peagle.drafter.model import Drafter
 from peagle.drafter.paged import use_native_layers, use_plain_layers
 from peagle.experts.fused import fuse_experts
-from peagle.kernels.joined_linear import Joined, join_linears, joined_groups, part_linears
-from peagle.kernels.skinny_linear import use_plain_linears, use_skinny_linears
+from peagle.linears.joined_linear import Joined, join_linears, joined_groups, part_linears
+from peagle.linears.skinny_linear import use_plain_linears, use_skinny_linears
 from peagle.native.packed_linear import PackedLinear, blocks_of, pack_linears, unpack_linears
 from peagle.native.products import BlockWeight
 from peagle.native.rounded_linear import round_linears
@@ -116,7 +116,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def _joined_linear(group: Joined) -> nn.Linear:
     """The layer of a joined group, with the blocks of its parts if all have the same form."""
     assert isinstance(group.weight, Tensor), "only a GPU computes from few bits"
-    linear, blocks = _linear(group.weight, group.bias), [blocks_of(part.weight) for part in group.parts]
+    linear = _linear(group.weight, group.bias)
+    blocks = [blocks_of(part.weight) for part in group.parts if isinstance(part.weight, Tensor)]
     kept = [each for each in blocks if each is not None]
     if len(kept) == len(blocks) and len({each.form for each in kept}) == 1:
         linear.weight.blocks = BlockWeight.joined(kept)  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.few_bit import FewBitWeight, dequantize, quantize
-from peagle.kernels.skinny_linear import skinny_linear
+from peagle.linears.few_bit import FewBitWeight, dequantize, quantize
+from peagle.linears.skinny_linear import skinny_linear
 
 
 class FewBitLinear(nn.Module):

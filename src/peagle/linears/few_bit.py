@@ -1,4 +1,4 @@
-"""Weights that stay in 4 or 8 bits on a GPU: how they are packed, and the product of a linear layer with them.
+"""Weights that stay in 4 or 8 bits on a GPU: how they are packed.
 
 A weight is `(code - zero) * scale`. Codes are packed into 16-bit words, so that a word turns into bfloat16 numbers with
 few instructions: a block of inputs has `span` words per output, and part p of word w is the code of input
@@ -12,9 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-MOST_ROWS = 64
-"""Up to here the kernel reads the codes once per tile of rows. Beyond, the weight becomes plain before the product."""
 
 
 class Form(NamedTuple):
@@ -140,62 +137,3 @@ def _nearest(values: Tensor, form: str) -> Tensor:
         return (torch.bucketize(values.abs(), middles) + 8 * (values < 0)).to(torch.uint8)
     middle = 1 << (FORMS[form].bits - 1)
     return (values.round().clamp(-middle, middle - 1) + middle).to(torch.uint8)
-
-
-def few_bit_linear(
-    x: Tensor, weight: FewBitWeight, bias: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """linear(x); or activation(gate) * up, if the weight is the gate's stacked on the up projection's."""
-    return few_bit_product(
-        x, weight.words, bias, None, activation, weight.scale, weight.zero, weight.form, weight.group
-    )
-
-
-@torch.library.custom_op("peagle::few_bit", mutates_args=())
-def few_bit_product(
-    x: Tensor,
-    words: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    scale: Tensor,
-    zero: Tensor | None,
-    form: str,
-    group: int,
-) -> Tensor:
-    """residual + linear(x), or activation(gate) * up if `words` are those of a gate stacked on an up projection.
-
-    Arguments up to `activation` are those of `peagle::skinny`.
-    """
-    from peagle.kernels.few_bit_triton import dequantize_triton, few_bit_product_triton
-
-    rows = x.reshape(-1, x.shape[-1])
-    residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    weight = FewBitWeight(form, x.shape[-1], group, words, scale, zero)
-    if len(rows) <= MOST_ROWS:
-        y = few_bit_product_triton(rows, weight, bias, residual_rows, activation)
-        return y.view(*x.shape[:-1], y.shape[-1])
-    y = functional.linear(rows, dequantize_triton(weight, x.dtype), bias)
-    if activation is not None:
-        from peagle.kernels.skinny_linear import ACTIVATIONS
-
-        gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[activation](gate) * up
-    if residual_rows is not None:
-        y = y + residual_rows
-    return y.view(*x.shape[:-1], y.shape[-1])
-
-
-@few_bit_product.register_fake
-def _(
-    x: Tensor,
-    words: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    scale: Tensor,
-    zero: Tensor | None,
-    form: str,
-    group: int,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(words) if activation is None else len(words) // 2)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peagle.kernels.few_bit import FewBitWeight, dequantize, few_bit_linear
-from peagle.kernels.tilings import FEW_ROWS, linear_tiling
+from peagle.linears.few_bit import FewBitWeight, dequantize
+from peagle.linears.tilings import FEW_ROWS, linear_tiling
 
 MORE_ROWS = 64
 """Limit for small weights."""
 MANY_ROWS = 512
 """Limit for small gated weights, which save a launch."""
+FEW_BIT_ROWS = 64
+"""Up to here our kernel reads the codes once per tile of rows. Beyond, the weight becomes plain before the product."""
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
 
 
@@ -78,13 +80,14 @@ def gated_linear(x: Tensor, weight: Tensor | FewBitWeight, bias: Tensor | None, 
 
 def _product(x: Tensor, weight: Tensor | FewBitWeight, bias: Tensor | None, activation: str | None) -> Tensor:
     if isinstance(weight, FewBitWeight):
-        return few_bit_linear(x, weight, bias, activation)
+        words, scale, zero = weight.words, weight.scale, weight.zero
+        return few_bit_product(x, words, bias, None, activation, scale, zero, weight.form, weight.group)
     return _skinny(x, weight, bias, None, activation)
 
 
 @torch.library.custom_op("peagle::skinny", mutates_args=())
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> Tensor:
-    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+    from peagle.linears.skinny_linear_triton import skinny_linear_triton
 
     rows = x.reshape(-1, x.shape[-1])
     residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
@@ -97,6 +100,54 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 @_skinny.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight) if activation is None else len(weight) // 2)
+
+
+@torch.library.custom_op("peagle::few_bit", mutates_args=())
+def few_bit_product(
+    x: Tensor,
+    words: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    scale: Tensor,
+    zero: Tensor | None,
+    form: str,
+    group: int,
+) -> Tensor:
+    """residual + linear(x), or activation(gate) * up if `words` are those of a gate stacked on an up projection.
+
+    Arguments up to `activation` are those of `peagle::skinny`.
+    """
+    from peagle.linears.few_bit_triton import dequantize_triton, few_bit_product_triton
+
+    rows = x.reshape(-1, x.shape[-1])
+    residual_rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    weight = FewBitWeight(form, x.shape[-1], group, words, scale, zero)
+    if len(rows) <= FEW_BIT_ROWS:
+        y = few_bit_product_triton(rows, weight, bias, residual_rows, activation)
+        return y.view(*x.shape[:-1], y.shape[-1])
+    y = functional.linear(rows, dequantize_triton(weight, x.dtype), bias)
+    if activation is not None:
+        gate, up = y.chunk(2, dim=-1)
+        y = ACTIVATIONS[activation](gate) * up
+    if residual_rows is not None:
+        y = y + residual_rows
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@few_bit_product.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    scale: Tensor,
+    zero: Tensor | None,
+    form: str,
+    group: int,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(words) if activation is None else len(words) // 2)
 
 
 def use_skinny_products(graph: torch.fx.Graph) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle.kernels.few_bit import FewBitWeight
-from peagle.kernels.skinny_linear import ACTIVATIONS, skinny_linear
+from peagle.linears.few_bit import FewBitWeight
+from peagle.linears.few_bit_linear import FewBitLinear
+from peagle.linears.skinny_linear import ACTIVATIONS, skinny_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -22,7 +23,7 @@ class Joined:
     weight: Tensor | FewBitWeight
     bias: Tensor | None
 
-    def __init__(self, parts: list[nn.Linear]) -> None:
+    def __init__(self, parts: list[nn.Linear] | list[FewBitLinear]) -> None:
         self.parts = parts
         """The original layers, for `part_linears`. Their tensors are views of the joined ones."""
         self.sizes = [part.out_features for part in parts]
@@ -32,11 +33,11 @@ class Joined:
             whole[name] = torch.cat([tensor for _, tensor in tensors])
             for (_, tensor), view in zip(tensors, whole[name].split(self.sizes), strict=True):
                 tensor.data = view
-        stored = _stored(parts[0])
-        if stored is None:
-            self.weight = whole["weight"]
+        if isinstance(parts[0], FewBitLinear):
+            words, scale, zero = whole["words"], whole["scale"], whole.get("zero")
+            self.weight = parts[0].stored._replace(words=words, scale=scale, zero=zero)
         else:
-            self.weight = stored._replace(words=whole["words"], scale=whole["scale"], zero=whole.get("zero"))
+            self.weight = whole["weight"]
         self.bias = whole.get("bias")
         self.packed: nn.Module | None = None
         """Computes the product from a packed form of the weight, if there is one."""
@@ -79,16 +80,9 @@ def _tensors(linear: nn.Module) -> list[tuple[str, Tensor]]:
     return [*linear.named_parameters(), *linear.named_buffers()]
 
 
-def _stored(linear: nn.Module) -> FewBitWeight | None:
-    """The weight of a layer that has it in few bits."""
-    stored = getattr(linear, "stored", None)
-    return stored if isinstance(stored, FewBitWeight) else None
-
-
-def _kind(linear: nn.Linear) -> tuple[object, ...]:
+def _kind(linear: nn.Linear | FewBitLinear) -> tuple[object, ...]:
     """What layers must have in common to be joined."""
-    stored = _stored(linear)
-    form = None if stored is None else (stored.form, stored.group, stored.zero is None)
+    form = (linear.form, linear.group, linear.zero is None) if isinstance(linear, FewBitLinear) else None
     return linear.in_features, linear.bias is None, form
 
 
@@ -98,11 +92,11 @@ def join_linears(module: nn.Module, *, few_bit: bool = False) -> int:
 
     The state dict keeps its names, values and size. With `few_bit`, also joins layers with weights in few bits.
     """
-    num_joined = 0
+    num_joined, kinds = 0, (nn.Linear, FewBitLinear) if few_bit else (nn.Linear,)
     for parent in list(module.modules()):
         for names in SIBLINGS:
             found: list[Any] = [getattr(parent, name, None) for name in names]
-            parts = [part for part in found if type(part) is nn.Linear or (few_bit and _stored(part) is not None)]
+            parts = [part for part in found if type(part) in kinds]
             if len(parts) < len(names) or len(set(map(_kind, parts))) > 1:
                 continue
             joined = Joined(parts)

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from peagle.kernels.few_bit import FORMS, FewBitWeight
 from peagle.kernels.overlap_triton import can_overlap, prefetch, take_turn
-from peagle.kernels.tilings import FEW_ROWS
+from peagle.linears.few_bit import FORMS, FewBitWeight
+from peagle.linears.tilings import FEW_ROWS
 
 ENDLESS = tl.constexpr(1 << 30)
 """the group of all inputs"""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.model_families import FAMILIES, family_target
-from peagle.kernels.joined_linear import JoinedPart, join_linears, part_linears
+from peagle.linears.joined_linear import JoinedPart, join_linears, part_linears
 
 
 class Block(nn.Module):

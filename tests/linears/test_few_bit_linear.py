@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peagle.kernels import skinny_linear
-from peagle.kernels.few_bit import FORMS, dequantize
-from peagle.kernels.joined_linear import JoinedPart, join_linears, part_linears
-from peagle.kernels.skinny_linear import join_sums
-from peagle.quantized.linear import FewBitLinear
+from peagle.linears import skinny_linear
+from peagle.linears.few_bit import FORMS, dequantize
+from peagle.linears.few_bit_linear import FewBitLinear
+from peagle.linears.joined_linear import JoinedPart, join_linears, part_linears
+from peagle.linears.skinny_linear import join_sums
 from peagle.targets.fusing import GatedProduct, fuse
 
 pytest.importorskip("triton")

@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peagle.kernels.few_bit import (
+from peagle.linears.few_bit import (
     FORMS,
-    MOST_ROWS,
     FewBitWeight,
     code_values,
     dequantize,
-    few_bit_linear,
-    few_bit_product,
     group_limit,
     pack_codes,
     quantize,
     unpack_words,
 )
-from peagle.kernels.skinny_linear import ACTIVATIONS
+from peagle.linears.skinny_linear import ACTIVATIONS, FEW_BIT_ROWS, few_bit_product
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -44,6 +41,11 @@ def on_device(weight: FewBitWeight) -> FewBitWeight:
 
 def rows(num_rows: int, size: int) -> Tensor:
     return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(num_rows)).to(DEVICE, DTYPE)
+
+
+def linear(x: Tensor, weight: FewBitWeight, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    words, scale, zero = weight.words, weight.scale, weight.zero
+    return few_bit_product(x, words, bias, None, activation, scale, zero, weight.form, weight.group)
 
 
 def product(x: Tensor, weight: FewBitWeight) -> Tensor:
@@ -86,13 +88,13 @@ def test_rounding_is_to_the_nearest_number_that_the_form_has(form: str) -> None:
 @pytest.mark.parametrize("shape", [(16, 64), (40, 128), (70, 320), (24, 100)])
 def test_products_are_those_of_the_dequantized_weight(form: str, shape: tuple[int, int]) -> None:
     weight = few_bit(*shape, form)
-    for num_rows in (1, 3, 17, MOST_ROWS, MOST_ROWS + 1):
+    for num_rows in (1, 3, 17, FEW_BIT_ROWS, FEW_BIT_ROWS + 1):
         x = rows(num_rows, shape[1])
-        torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+        torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
 
 
 @every_form
-@pytest.mark.parametrize("num_rows", [2, 20, MOST_ROWS + 3])
+@pytest.mark.parametrize("num_rows", [2, 20, FEW_BIT_ROWS + 3])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_bias_gate_and_residual_are_added(form: str, num_rows: int, activation: str | None) -> None:
     weight, x = few_bit(48, 192, form), rows(num_rows, 192)
@@ -101,7 +103,7 @@ def test_bias_gate_and_residual_are_added(form: str, num_rows: int, activation: 
     if activation is not None:
         gate, up = expected.chunk(2, dim=-1)
         expected = ACTIVATIONS[activation](gate) * up
-    found = few_bit_linear(x, weight, bias, activation)
+    found = linear(x, weight, bias, activation)
     torch.testing.assert_close(found.float(), expected, **CLOSE)
     found = few_bit_product(x, weight.words, bias, residual, activation, weight.scale, None, form, weight.group)
     torch.testing.assert_close(found.float(), expected + residual.float(), **CLOSE)
@@ -109,7 +111,7 @@ def test_bias_gate_and_residual_are_added(form: str, num_rows: int, activation: 
 
 @pytest.mark.parametrize("form", ["int4", "int8"])
 @pytest.mark.parametrize("group", [64, 128, 512])
-@pytest.mark.parametrize("num_rows", [3, MOST_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [3, FEW_BIT_ROWS + 1])
 def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -> None:
     draw = torch.Generator().manual_seed(0)
     limit = 1 << (FORMS[form].bits - 1)
@@ -118,12 +120,12 @@ def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -
     scale = (torch.rand(32, num_groups, generator=draw) + 0.5) / limit / 20
     zero = torch.randint(-limit, limit, (32, num_groups), generator=draw).to(torch.int8)
     weight = on_device(FewBitWeight(form, 384, group, pack_codes(codes, form), scale.half(), zero))
-    values = (codes.float() - limit - zero.repeat_interleave(group, 1)[:, :384]) * scale.half().float().repeat_interleave(
-        group, 1
-    )[:, :384]
+    values = (
+        codes.float() - limit - zero.repeat_interleave(group, 1)[:, :384]
+    ) * scale.half().float().repeat_interleave(group, 1)[:, :384]
     torch.testing.assert_close(dequantize(weight).cpu(), values)
     x = rows(num_rows, 384)
-    torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+    torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
 
 
 @every_form
@@ -139,8 +141,10 @@ def test_every_code_is_exact(form: str) -> None:
     expected = code_values(codes, form).T.to(DEVICE)
     for first in range(0, size, 16):
         x = torch.eye(size, device=DEVICE, dtype=DTYPE)[first : first + 16]
-        assert torch.equal(few_bit_linear(x, weight).float(), expected[first : first + 16])
-    assert torch.equal(few_bit_linear(torch.eye(size + MOST_ROWS, size, device=DEVICE, dtype=DTYPE), weight)[:size].float(), expected)
+        assert torch.equal(linear(x, weight).float(), expected[first : first + 16])
+    assert torch.equal(
+        linear(torch.eye(size + FEW_BIT_ROWS, size, device=DEVICE, dtype=DTYPE), weight)[:size].float(), expected
+    )
 
 
 def test_the_operator_keeps_the_rules_of_torch_library() -> None:
@@ -158,7 +162,7 @@ def test_products_at_true_widths(form: str, shape: tuple[int, int]) -> None:
     weight = few_bit(*shape, form)
     for num_rows in (1, 8, 64, 65):
         x = rows(num_rows, shape[1])
-        torch.testing.assert_close(few_bit_linear(x, weight).float(), product(x, weight), **CLOSE)
+        torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
         gate, up = product(x, weight).chunk(2, dim=-1)
-        found = few_bit_linear(x, weight, None, "silu").float()
+        found = linear(x, weight, None, "silu").float()
         torch.testing.assert_close(found, functional.silu(gate) * up, atol=5e-2, rtol=5e-2)

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from peagle.kernels.skinny_linear import (
+from peagle.linears.skinny_linear import (
     ACTIVATIONS,
     MANY_ROWS,
     MORE_ROWS,
@@ -25,7 +25,7 @@ from peagle.kernels.skinny_linear import (
     use_skinny_linears,
     use_skinny_products,
 )
-from peagle.kernels.tilings import FEW_ROWS, LinearTiling
+from peagle.linears.tilings import FEW_ROWS, LinearTiling
 
 triton = pytest.importorskip("triton")
 CUT = LinearTiling(columns=16, step=32, num_warps=4, num_stages=2)
@@ -36,7 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(("num_columns", "size"), [(48, 64), (50, 72), (16, 40)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_kernel_equals_torch(num_rows: int, num_columns: int, size: int, has_bias: bool) -> None:
-    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+    from peagle.linears.skinny_linear_triton import skinny_linear_triton
 
     x = torch.randn(num_rows, size, device=DEVICE)
     weight = torch.randn(num_columns, size, device=DEVICE)
@@ -46,7 +46,7 @@ def test_kernel_equals_torch(num_rows: int, num_columns: int, size: int, has_bia
 
 
 def test_kernel_takes_rows_that_lie_apart() -> None:
-    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+    from peagle.linears.skinny_linear_triton import skinny_linear_triton
 
     wide, weight = torch.randn(4, 96, device=DEVICE), torch.randn(20, 32, device=DEVICE)
     found = skinny_linear_triton(wide[:, 32:64], weight, None, None, None, CUT)
@@ -56,7 +56,7 @@ def test_kernel_takes_rows_that_lie_apart() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [5, 33])
 def test_sum_with_the_residual_joins_the_product_before_it(has_bias: bool, num_rows: int) -> None:
-    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+    from peagle.linears.skinny_linear_triton import skinny_linear_triton
 
     x, weight = torch.randn(num_rows, 72, device=DEVICE), torch.randn(50, 72, device=DEVICE)
     bias = torch.randn(50, device=DEVICE) if has_bias else None
@@ -69,7 +69,7 @@ def test_sum_with_the_residual_joins_the_product_before_it(has_bias: bool, num_r
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_gate_joins_the_two_products_before_it(activation: str, has_bias: bool, num_rows: int) -> None:
-    from peagle.kernels.skinny_linear_triton import skinny_linear_triton
+    from peagle.linears.skinny_linear_triton import skinny_linear_triton
 
     x, weight = torch.randn(num_rows, 72, device=DEVICE), torch.randn(2 * 50, 72, device=DEVICE) * 0.2
     bias = torch.randn(2 * 50, device=DEVICE) if has_bias else None
@@ -171,7 +171,7 @@ def is_few_here(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def test_a_router_uses_our_kernel_if_its_rows_are_known_to_be_few(
     num_rows: int, is_guarded: bool, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.kernels.skinny_linear.is_few", is_few_here)
+    monkeypatch.setattr("peagle.linears.skinny_linear.is_few", is_few_here)
     router = Router(lambda x, weight, bias: nn.functional.linear(x, weight, bias if has_bias else None), is_guarded)
     is_known = num_rows == 1 or (num_rows == 3 and is_guarded)
     assert num_skinny(router, torch.randn(1, num_rows, 32, device=DEVICE)) == is_known
@@ -187,7 +187,7 @@ def test_a_router_uses_our_kernel_if_its_rows_are_known_to_be_few(
     ],
 )
 def test_other_products_stay(product: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.kernels.skinny_linear.is_few", is_few_here)
+    monkeypatch.setattr("peagle.linears.skinny_linear.is_few", is_few_here)
     assert num_skinny(Router(product), torch.randn(1, 3, 32, device=DEVICE)) == 0
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.overlap_triton import can_overlap, prefetch, take_turn
-from peagle.kernels.tilings import LinearTiling
+from peagle.linears.tilings import LinearTiling
 
 
 def skinny_linear_triton(
