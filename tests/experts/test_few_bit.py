@@ -54,7 +54,14 @@ def runs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "fp8"), ("mixtral", "int4"), ("gemma4", "int8")]
+    ("family", "form"),
+    [
+        ("gpt-oss", "mxfp4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("qwen3-moe", "fp8"), ("mixtral", "int4"), ("gemma4", "int8"))
+        ),
+    ],
 )
 def test_every_family_computes_with_the_dequantized_weights(family: str, form: str, runs_kernels: None) -> None:
     module = experts_of(family)
@@ -63,7 +70,7 @@ def test_every_family_computes_with_the_dequantized_weights(family: str, form: s
     assert isinstance(module, FewBitExperts) and not list(module.parameters())
     plain = plain_experts(module, torch.float32)
     assert type(plain) is FAMILIES[family][0]
-    for num_rows in (1, 11, 80):
+    for num_rows in (1, 11):
         expected = plain(*rows_for(num_rows))
         torch.testing.assert_close(module(*rows_for(num_rows)), expected, atol=1e-4, rtol=1e-4)
     difference = (plain(*rows_for(5)) - before).norm() / before.norm()
@@ -102,6 +109,7 @@ def test_rounding_a_few_experts_at_a_time_changes_nothing(monkeypatch: pytest.Mo
     assert all(torch.equal(tensor, parts.get_buffer(name)) for name, tensor in whole.named_buffers())
 
 
+@pytest.mark.slow
 def test_the_operator_is_compiled_once_for_layers_and_numbers_of_rows(runs_kernels: None) -> None:
     modules = [experts_of("gpt-oss"), experts_of("gpt-oss")]
     for module in modules:
@@ -114,17 +122,18 @@ def test_the_operator_is_compiled_once_for_layers_and_numbers_of_rows(runs_kerne
 
     torch._dynamo.reset()
     run = torch.compile(lambda module, *rows: module(*rows), dynamic=True, backend=backend)
-    for module, num_rows in ((modules[0], 3), (modules[1], 5), (modules[0], 4)):
+    for module, num_rows in ((modules[0], 2), (modules[1], 3), (modules[0], 4)):
         torch.testing.assert_close(run(module, *rows_for(num_rows)), module(*rows_for(num_rows)))
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_the_rules_of_torch_library() -> None:
     module = experts_of("gpt-oss")
     quantize_experts(module, "mxfp4")
     weights = (getattr(module, f"{name}_{part}") for name in ("gate_up", "down") for part in ("words", "scale", "bias"))
-    args = (*rows_for(3), *weights, "mxfp4", *module.groups, "clamped", *module.gate_numbers)
-    assert few_bit_expert_products(*args).shape == (3, TOP, WIDTH)
+    args = (*rows_for(1), *weights, "mxfp4", *module.groups, "clamped", *module.gate_numbers)
+    assert few_bit_expert_products(*args).shape == (1, TOP, WIDTH)
     torch.library.opcheck(
         torch.ops.peagle.few_bit_expert_products.default, args, test_utils=("test_schema", "test_faketensor")
     )

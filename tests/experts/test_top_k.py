@@ -54,7 +54,7 @@ def test_extreme_values_keep_their_order(dtype: torch.dtype) -> None:
     assert_right(torch.stack([x, x.flip(0), torch.full_like(x, -INFINITY)]).to(DEVICE), 7)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 300])
+@pytest.mark.parametrize("num_rows", [0, 1, 30])
 def test_any_number_of_rows(num_rows: int) -> None:
     assert_right(torch.randn(num_rows, 40, device=DEVICE), 1)
 
