@@ -16,9 +16,11 @@ from transformers import (
 )
 
 from harness.drafter_passes import aux_of, draft_logits
+from harness.few_bit_targets import dequantized
 from harness.tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
-from peagle.drafter.create import config_for_target, create_drafter
+from peagle.drafter.create import check_copies, config_for_target, create_drafter
 from peagle.errors import ConfigError
+from peagle.targets.few_bit import quantize_model
 from peagle.targets.hf import HFTarget
 
 SIZES = {
@@ -76,6 +78,14 @@ def test_layers_start_as_the_targets_last_ones() -> None:
     assert torch.allclose(first.hidden_norm.weight, source.input_layernorm.weight)
     assert first.self_attn.q_proj.weight[:, :64].std() == pytest.approx(0.02, rel=0.2), "noise for the embedding half"
     assert torch.allclose(drafter.norm.weight, target.model.model.norm.weight)
+
+
+def test_layers_start_as_the_dequantized_ones_of_a_target_in_few_bits() -> None:
+    target = tiny_target(num_layers=2)
+    quantize_model(target.model, "int4")
+    found, expected = tiny_drafter(target), tiny_drafter(dequantized(target))
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+    check_copies(target, found.config)
 
 
 def test_creation_is_a_function_of_the_seed() -> None:

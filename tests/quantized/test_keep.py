@@ -1,8 +1,11 @@
 """Few-bit weights that stay as they are stored: the same numbers, in layers that read codes; and what becomes plain."""
 
+import gc
 import json
 import logging
 import random
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +13,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
-from harness.few_bit_models import FEW_BIT, WIDE_GROUPS, store_in_few_bits
+from harness.few_bit_models import FEW_BIT, WIDE_GROUPS, set_config, store_in_few_bits
 from harness.few_bit_models import awq as store_awq
 from harness.few_bit_targets import dequantized
 from harness.published_models import PUBLISHED, QWEN3_CODER, Published
 from harness.published_models import write_target as write_published
 from harness.tiny_models import tiny_target, write_target
 from peagle.engine.llm import LLM
-from peagle.errors import CapacityError
 from peagle.experts.few_bit import FewBitExperts, plain_experts, set_experts
 from peagle.experts.fused import gate_of
 from peagle.linears import few_bit
 from peagle.linears.few_bit_linear import FewBitLinear
-from peagle.quantized import unpack
+from peagle.quantized import keep, unpack
+from peagle.quantized.formats import Scheme
 from peagle.quantized.headers import FewBitCheckpoint, StoredWeight, read_few_bit
 from peagle.quantized.keep import Keep, kept_bytes
 from peagle.quantized.load import load_model
 from peagle.sampling_params import SamplingParams
-from peagle.targets import capacity, hub
-from peagle.targets.catalog import GB, find
+from peagle.targets import load
 from peagle.targets.fingerprint import fingerprint
 from peagle.targets.load import load_target
+from peagle.training.distributed import can_shard
 
 KEEP = Keep(torch.device("cpu"), gate_of, set_experts)
 NARROW = {"awq", "gptq", "packed-4", "packed-4-asymmetric", "packed-8", "packed-8-asymmetric", "float-block"}
@@ -82,6 +86,15 @@ def test_zeros_and_orders_that_the_kernels_cannot_read_are_seen_in_the_tensors(t
     assert kept is not None and kept.zero is None, "symmetric: the stored zeros say nothing"
 
 
+@pytest.mark.parametrize(("bits", "read"), [(4, {64, 128, 256, 512, 1024}), (8, {64, 128, 256, 384, 512, 640, 1024})])
+def test_only_groups_that_end_where_blocks_of_the_kernels_do_are_kept(bits: int, read: set[int]) -> None:
+    def fits(group: int) -> bool:
+        scheme = Scheme("packed", bits, (1, group))
+        return unpack.fits_kernels(StoredWeight("m", scheme, (8, 1000), (1, group), (), "BF16"))
+
+    assert {group for group in (32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 1024) if fits(group)} == read
+
+
 def little(directory: Path, name: str) -> dict[str, Tensor]:
     write_target(tiny_target(num_layers=2, tie_word_embeddings=False), directory)
     return store_in_few_bits(directory, name)
@@ -90,8 +103,8 @@ def little(directory: Path, name: str) -> dict[str, Tensor]:
 def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The model with plain weights, and the one that keeps them."""
     models = []
-    for keep in (None, KEEP):
-        model, report = load_model(directory, dtype, keep)
+    for options in (None, KEEP):
+        model, report = load_model(directory, dtype, options)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         models.append(model.eval().requires_grad_(False))
     return models[0], models[1]
@@ -131,7 +144,7 @@ def test_some_weights_may_become_plain(tmp_path: Path, caplog: pytest.LogCapture
     save_file(tensors | {f"{name}.g_idx": order}, path, metadata={"format": "pt"})
     with caplog.at_level(logging.INFO, "peagle"):
         plain, kept = loaded(tmp_path)
-    assert "dequantizing 1 of them, whose groups or zeros our kernels cannot read" in caplog.text
+    assert "dequantizing 1 of them, which our kernels cannot read" in caplog.text
     assert type(kept.get_submodule(name)) is nn.Linear and len(few_bit_names(kept)) == 12
     torch.testing.assert_close(kept(IDS).logits, plain(IDS).logits)
     assert not torch.equal(plain.get_parameter(f"{name}.weight"), numbers[f"{name}.weight"])
@@ -163,17 +176,50 @@ def test_the_head_becomes_plain_because_drafters_read_it(tmp_path: Path) -> None
     store_too(tmp_path, "lm_head")
     plain, kept = loaded(tmp_path)
     assert len(few_bit_names(kept)) == 13 and torch.equal(kept.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(kept(IDS).logits, plain(IDS).logits)
 
 
-def test_a_weight_that_is_not_of_a_linear_layer_makes_all_plain(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_of_another_name_becomes_plain_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    little(tmp_path, "awq-64")
+    store_too(tmp_path, "lm_head")
+    monkeypatch.setattr(keep, "TABLES", ())
+    plain, kept = loaded(tmp_path)
+    assert torch.equal(kept.lm_head.weight, plain.lm_head.weight)
+
+
+def test_a_weight_that_is_not_of_a_linear_layer_becomes_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     little(tmp_path, "awq-64")
     store_too(tmp_path, "model.embed_tokens")
     with caplog.at_level(logging.INFO, "peagle"):
         plain, kept = loaded(tmp_path)
-    assert "not kept in few bits: model.embed_tokens.weight is not the weight of a linear layer" in caplog.text
-    assert not few_bit_names(kept) and torch.equal(kept(IDS).logits, plain(IDS).logits)
+    assert "dequantizing 1 of them" in caplog.text and len(few_bit_names(kept)) == 13
+    assert torch.equal(kept.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+    torch.testing.assert_close(kept(IDS).logits, plain(IDS).logits)
+
+
+def test_weights_that_transformers_casts_make_all_plain_and_no_code_stays_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the plain model needs the memory of the codes."""
+    little(tmp_path, "awq-64")
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"down_proj"})
+    codes = []
+
+    def packed(*arguments: Any) -> few_bit.FewBitWeight | None:
+        weight = unpack.keep(*arguments)
+        codes.extend([] if weight is None else [weakref.ref(weight.words)])
+        return weight
+
+    monkeypatch.setattr(keep, "keep", packed)
+    gc.disable()
+    try:
+        with caplog.at_level(logging.INFO, "peagle"):
+            model, _ = load_model(tmp_path, torch.bfloat16, KEEP)
+        assert codes and not any(code() is not None for code in codes)
+    finally:
+        gc.enable()
+    assert "not kept in few bits: transformers merges or transforms some of them" in caplog.text
+    assert not few_bit_names(model)
 
 
 def write_experts(directory: Path, name: str) -> Path:
@@ -203,7 +249,7 @@ def test_experts_with_zeros_become_plain(tmp_path: Path, caplog: pytest.LogCaptu
     torch.testing.assert_close(kept(IDS).logits, plain(IDS).logits)
 
 
-def test_zeros_of_experts_that_are_said_to_have_none_make_all_plain(
+def test_zeros_of_experts_that_are_said_to_have_none_make_them_plain(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = write_experts(tmp_path / "stored", "gptq-64")
@@ -212,8 +258,31 @@ def test_zeros_of_experts_that_are_said_to_have_none_make_all_plain(
     (directory / "config.json").write_text(json.dumps(settings))
     with caplog.at_level(logging.INFO, "peagle"):
         plain, kept = loaded(directory)
-    assert "our kernels cannot read model.layers.0.mlp.experts." in caplog.text and not few_bit_names(kept)
-    assert torch.equal(kept(IDS).logits, plain(IDS).logits)
+    assert "dequantizing 48 of them" in caplog.text
+    assert len(few_bit_names(kept)) == 7 and not any("experts" in name for name in few_bit_names(kept))
+    torch.testing.assert_close(kept(IDS).logits, plain(IDS).logits)
+
+
+def mix_bits(directory: Path) -> Path:
+    """Experts with gates and up projections in 4 bits and down projections in 8."""
+    eight = write_experts(directory / "eight", "packed-8-64")
+    four = write_experts(directory / "four", "packed-4-64")
+    down = {name: each for name, each in load_file(eight / "model.safetensors").items() if "down_proj" in name}
+    tensors = {name: each for name, each in load_file(four / "model.safetensors").items() if "down_proj" not in name}
+    save_file(tensors | down, four / "model.safetensors", metadata={"format": "pt"})
+    groups = [WIDE_GROUPS[name].config["config_groups"]["group_0"] for name in ("packed-8-64", "packed-4-64")]
+    groups[0] = groups[0] | {"targets": ["re:.*down_proj$"]}
+    set_config(four, WIDE_GROUPS["packed-4-64"].config | {"config_groups": dict(zip("ab", groups, strict=True))})
+    return four
+
+
+def test_experts_of_two_forms_become_plain(tmp_path: Path) -> None:
+    plain, kept = loaded(mix_bits(tmp_path))
+    assert len(few_bit_names(kept)) == 7 and not any("experts" in name for name in few_bit_names(kept))
+    for name, parameter in plain.named_parameters():
+        if "experts" in name:
+            assert torch.equal(kept.get_parameter(name), parameter)
+    torch.testing.assert_close(kept(IDS).logits, plain(IDS).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,46 +311,27 @@ def test_blocks_that_do_not_fit_are_left_to_transformers(tmp_path: Path) -> None
     assert not few_bit_names(kept) and torch.equal(kept(IDS).logits, plain(IDS).logits)
 
 
-def test_the_bytes_of_a_kept_model_are_known_from_its_headers(tmp_path: Path) -> None:
-    directory = write_published(PUBLISHED["gpt-oss-20b"], tmp_path / "stored")
-    _, kept = loaded(directory, torch.bfloat16)
-    rotary = kept.model.rotary_emb
-    held = sum(each.nbytes for each in [*kept.parameters(), *kept.buffers()])
-    held -= sum(each.nbytes for each in rotary.buffers())
-    assert kept_bytes(checkpoint_of(directory), 2) == held
-
-
-def check(name: str, free_gb: float, **options: Any) -> str:
-    """What the check of memory says on a GPU with so much of it."""
-    gpu = torch.device("cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gb * GB), int(free_gb * GB)))
-        patch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-        try:
-            capacity.check_fits(name, options.pop("num_parameters", 0), torch.bfloat16, gpu, **options)
-        except CapacityError as error:
-            return f"{error.message} / {error.hint}"
-    return ""
-
-
-def test_the_check_of_memory_counts_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = find("gpt-oss-120b")
-    assert entry is not None
-    size: dict[str, Any] = {"num_parameters": entry.num_parameters, "entry": entry}
-    assert not check("gpt-oss-120b", 80, **size)
-    refused = check("gpt-oss-120b", 48, **size)
-    assert "116.8 billion parameters in few bits, as they are stored, take 65.2 GB, but a GPU has 48.0 GB" in refused
-    assert "vLLM spreads it over several GPUs" in refused and "--quantize" not in refused
-    monkeypatch.setattr(hub, "few_bit_bytes", lambda name: 5 * 10**9 if name == "some/awq" else None)
-    assert not check("some/awq", 6, num_parameters=8 * 10**9)
-    assert "of 2 bytes (bfloat16) take 16.0 GB" in check("some/plain", 6, num_parameters=8 * 10**9)
-    little(tmp_path, "awq-64")
-    size = {"num_parameters": capacity.count_parameters(tmp_path), "directory": tmp_path}
-    stored = kept_bytes(checkpoint_of(tmp_path), 2) / GB
-    assert stored < 0.95 * 2 * size["num_parameters"] / GB
-    assert not check("it", stored, **size) and "in few bits, as they are stored" in check("it", 0.99 * stored, **size)
-    little(tmp_path, "awq")
-    assert "of 2 bytes (bfloat16)" in check("it", stored, **size)
+@pytest.mark.parametrize("name", ["awq-64", "gpt-oss", "experts"])
+def test_a_target_that_keeps_its_weights_answers_as_the_dequantized_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "gpt-oss":
+        config = PUBLISHED["gpt-oss-20b"].config | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+        write_published(replace(PUBLISHED["gpt-oss-20b"], config=config), tmp_path)
+    elif name == "experts":
+        write_experts(tmp_path, "fp8-block")
+    else:
+        little(tmp_path, name)
+    prompts, params = [[5, 80, 33, 261, 7], [9, 9, 31]], SamplingParams(max_tokens=6, ignore_eos=True)
+    targets, answers = [], []
+    for keeps in (False, True):
+        monkeypatch.setattr(load, "keeps_few_bits", lambda *_, keeps=keeps: keeps)
+        targets.append(load_target(tmp_path, dtype="float32", device="cpu"))
+        with LLM(targets[-1], None, max_length=64) as llm:
+            answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    assert "weights" in targets[1].precision and "weights" not in targets[0].precision
+    assert answers[0] == answers[1] and targets[0].fingerprint() == targets[1].fingerprint()
+    assert [can_shard(target) for target in targets] == [True, False], "each process trains with all of it"
 
 
 @pytest.mark.gpu

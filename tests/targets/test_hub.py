@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
 from peagle.errors import CheckpointError, TargetError
-from peagle.targets.hub import What, _check_complete, cached, fetch
+from peagle.targets.hub import What, _check_complete, cached, count_parameters, fetch, few_bit_bytes
 
 
 def put(directory: Path, *names: str) -> Path:
@@ -58,3 +59,33 @@ def test_a_downloaded_model_with_a_malformed_index_is_refused_with_the_file(
     with pytest.raises(TargetError, match="'some/model' is not a complete target") as caught:
         fetch("some/model", "target")
     assert f"{tmp_path / 'model.safetensors.index.json'} is not an index of weight files" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("counts", "config", "num_parameters", "num_bytes"),
+    [
+        ({"BF16": 8_000_000_000}, {}, 8_000_000_000, None),
+        ({"BF16": 1_804_459_584, "U8": 19_707_494_400}, {"quant_method": "mxfp4"}, 41_219_448_384, 23_316_413_568),
+        ({"F16": 700, "I32": 800}, {"quant_method": "awq", "bits": 4}, 7_100, 4_600),
+        ({"BF16": 100, "F8_E4M3": 900, "F32": 10}, {"quant_method": "fp8"}, 1_010, 1_120),
+    ],
+)
+def test_the_hub_tells_sizes_before_a_download(
+    counts: dict[str, int],
+    config: dict[str, object],
+    num_parameters: int,
+    num_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about = SimpleNamespace(safetensors=SimpleNamespace(parameters=counts), config={"quantization_config": config})
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: about)
+    assert count_parameters("some/model") == num_parameters
+    assert few_bit_bytes("some/model") == num_bytes
+
+
+def test_an_unreachable_hub_tells_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    assert count_parameters("some/model") is None and few_bit_bytes("some/model") is None

@@ -344,3 +344,18 @@ def test_only_weights_that_may_not_fit_this_machines_memory_are_loaded_straight_
     for room, options in ((501, {"device_map": {"": gpu}}), (500, {})):  # what does not fit is rounded layer by layer
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, room=room: (room, room))
         assert load._placement(gpu, 501, "int4") == options
+
+
+def test_weights_go_to_the_current_gpu_whichever_thread_loads_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread starts with the first GPU as its current one; with torchrun each process has another."""
+    monkeypatch.setattr(load, "total_bytes", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert load._placement(torch.device("cuda"), 501) == {"device_map": {"": torch.device("cuda", 3)}}
+    assert load._placement(torch.device("cuda", 1), 501) == {"device_map": {"": torch.device("cuda", 1)}}
+    kept = []
+    monkeypatch.setattr(load, "load_model", lambda _, dtype, keep: kept.append(keep) or (None, {"missing_keys": ()}))
+    load._read(directory, torch.bfloat16, torch.device("cuda"), {})
+    load._read(directory, torch.bfloat16, torch.device("cpu"), {})
+    assert [keep and keep.device for keep in kept] == [torch.device("cuda", 3), None]

@@ -9,6 +9,8 @@ from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.vocab import check_offsets, choose_mask_token_id
 from peagle.errors import ConfigError
+from peagle.linears.few_bit import dequantize
+from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.targets.hf import HFTarget, norm_scale
 
 WEIGHT_STD = 0.02
@@ -128,8 +130,14 @@ def _start_as(weight: Tensor, source: Tensor) -> None:
 
 
 def _llama_weights(target: HFTarget, source: nn.Module) -> dict[str, Tensor]:
-    """A target layer's tensors, with the effective scales of its norms. Refuses layers without Llama's two norms."""
+    """A target layer's tensors, dequantized, with the effective scales of its norms.
+
+    Refuses layers without Llama's two norms.
+    """
     weights = source.state_dict()
+    for path, module in source.named_modules():
+        if isinstance(module, FewBitLinear):
+            weights[f"{path}.weight"] = dequantize(module.stored)
     norms = {name for name in weights if "norm" in name and not name.startswith("self_attn.")}
     if norms != {"input_layernorm.weight", "post_attention_layernorm.weight"}:
         raise ConfigError(

@@ -45,7 +45,8 @@ class FewBitWeight(NamedTuple):
     size: int
     """Inputs."""
     group: int
-    """Inputs per scale: a multiple of the form's span, or at least `size`."""
+    """Inputs per scale: a multiple of the form's span that divides its block, a multiple of the block, or at least
+    `size`."""
     words: Tensor
     """[N, W], int16."""
     scale: Tensor

@@ -82,7 +82,9 @@ def _tensors(linear: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _kind(linear: nn.Linear | FewBitLinear) -> tuple[object, ...]:
     """What layers must have in common to be joined."""
-    form = (linear.form, linear.group, linear.zero is None) if isinstance(linear, FewBitLinear) else None
+    form = None
+    if isinstance(linear, FewBitLinear):
+        form = (linear.form, linear.group, linear.zero is None, linear.scale.dtype)
     return linear.in_features, linear.bias is None, form
 
 

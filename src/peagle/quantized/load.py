@@ -7,9 +7,10 @@ others) into plain weights. bfloat16 holds MXFP4 exactly; other formats are roun
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from peagle.errors import TargetError
+from peagle.host_memory import total_bytes
 from peagle.quantized.formats import CONFIG_KEYS, Description, is_read_by_transformers, quantization_config
 from peagle.quantized.headers import FewBitCheckpoint, StoredWeight, read_few_bit
-from peagle.quantized.keep import Keep, KeptWeights
+from peagle.quantized.keep import Keep, KeptWeights, may_keep
 from peagle.quantized.unpack import dequantize
 
 log = logging.getLogger(__name__)
@@ -75,19 +77,30 @@ def _load_kept(checkpoint: FewBitCheckpoint, dtype: torch.dtype, keep: Keep) -> 
     empty = _empty_model(described)
     kept = KeptWeights(checkpoint, empty, read.parts, dtype, keep)
     others = checkpoint.weights.keys() - kept.covered
-    if not kept.covered or any(checkpoint.weights[name].scheme.layout == "mxfp4" for name in others):
-        log.info("%s weights are not kept in few bits: our kernels cannot read them", described.method)
+    if (reason := _why_not(checkpoint, others, dtype)) is None:
+        options = {"dtype": dtype, "output_loading_info": True}
+        model, report = _load_state(checkpoint, empty, read.plain() | read.dequantized(others) | kept.reads, options)
+        reason = kept.put_into(model)
+    if reason is not None:
+        log.info("%s weights are not kept in few bits: %s", described.method, reason)
         return None
-    options = {"dtype": dtype, "output_loading_info": True}
-    model, report = _load_state(checkpoint, empty, read.plain() | read.dequantized(others) | kept.reads, options)
-    if (lost := kept.put_into(model)) is not None:
-        log.info("%s weights are not kept in few bits: %s", described.method, lost)
-        return None
-    log.info("keeping %s weights in %s bits", described.method, kept.bits)
-    if kept.num_plain:
-        log.info("dequantizing %d of them, whose groups or zeros our kernels cannot read", kept.num_plain)
+    log.info("keeping %s weights in %s bits", described.method, " and ".join(map(str, sorted(kept.bits))))
+    if num_plain := kept.num_plain + len(others):
+        log.info("dequantizing %d of them, which our kernels cannot read", num_plain)
     _log_activations(described)
     return model, report
+
+
+def _why_not(checkpoint: FewBitCheckpoint, others: Set[str], dtype: torch.dtype) -> str | None:
+    """Why weights are not kept, if so. transformers makes `others` plain, in the host's memory."""
+    if not any(may_keep(name, weight) for name, weight in checkpoint.weights.items() if name not in others):
+        return "our kernels cannot read them"
+    if any(checkpoint.weights[name].scheme.layout == "mxfp4" for name in others):
+        return "our kernels cannot compute these experts"
+    num_bytes = sum(prod(checkpoint.weights[name].shape) for name in others) * dtype.itemsize
+    if num_bytes > total_bytes() // 2:
+        return f"the others would take {num_bytes / 1e9:.1f} GB of the host's memory"
+    return None
 
 
 def _log_activations(described: Description) -> None:

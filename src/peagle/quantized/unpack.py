@@ -30,9 +30,11 @@ def dequantize(weight: StoredWeight, tensors: dict[str, Tensor]) -> Tensor:
 
 def fits_kernels(weight: StoredWeight) -> bool:
     """Whether our kernels can read the weight's groups, as far as its scheme tells."""
-    columns = weight.block[1]
-    is_whole = columns % FORMS["int4"].span == 0 or columns >= weight.shape[-1]
-    return not weight.scheme.has_order and (is_whole or weight.scheme.layout == "mxfp4")
+    if weight.scheme.has_order:
+        return False
+    columns, form = weight.block[1], FORMS["mxfp4" if weight.scheme.layout == "mxfp4" else f"int{weight.scheme.bits}"]
+    is_part = columns % form.span == 0 and form.block % columns == 0
+    return is_part or columns % form.block == 0 or columns >= weight.shape[-1]
 
 
 def keep(weight: StoredWeight, tensors: dict[str, Tensor]) -> FewBitWeight | None:

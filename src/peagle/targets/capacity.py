@@ -42,18 +42,6 @@ def keeps_few_bits(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
-def _stored_bytes(name: str, dtype: torch.dtype, entry: CatalogEntry | None, directory: Path | None) -> int | None:
-    """Bytes of weights that are kept in few bits as they are stored; None if they are plain."""
-    if directory is not None:
-        checkpoint = keepable(directory) if quantization_config(directory) else None
-        return None if checkpoint is None else kept_bytes(checkpoint, dtype.itemsize)
-    if entry is None:
-        return hub.few_bit_bytes(name)
-    if entry.stored_gb is None or not (entry.weights in FEW_BITS or name == entry.quantized_target):
-        return None
-    return round(entry.stored_gb * GB)
-
-
 def check_fits(
     name: str,
     num_parameters: int,
@@ -68,42 +56,73 @@ def check_fits(
     Weights that are rounded to the form `quantize` while loading must fit the host if they do not fit the GPU.
     """
     plain = needed = num_parameters * dtype.itemsize
-    kind = f"of {dtype.itemsize} bytes ({str(dtype).removeprefix('torch.')}) take"
+    kind, is_kept = f"of {dtype.itemsize} bytes ({str(dtype).removeprefix('torch.')}) take", False
     if quantize is not None:
         needed, kind = quantized_bytes(num_parameters, quantize), f"in {quantize} take about"
-    elif keeps_few_bits(device, dtype):
-        needed = min(plain, _stored_bytes(name, dtype, entry, directory) or plain)
-    is_kept = quantize is None and needed < plain
-    if is_kept:
-        kind = "in few bits, as they are stored, take"
+    elif keeps_few_bits(device, dtype) and (stored := _stored_bytes(name, dtype, entry, directory) or plain) < plain:
+        needed, kind, is_kept = stored, "in few bits, as they are stored, take", True
     if device.type == "cuda":
         room, where = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
     else:
         room, where = available_bytes(), f"this {platform.machine()} machine"
-    if needed <= room:
-        if quantize is not None and plain > max(room, available_bytes()):
-            raise CapacityError(
-                f"{name} cannot be rounded to {quantize} here: its plain weights, {plain / GB:.1f} GB, fit neither "
-                f"{where} nor the {available_bytes() / GB:.1f} GB of free host memory",
-                hint="use a machine with more memory",
-            )
-        return
-    hint = "use a device with more memory"
-    if dtype.itemsize > 2:
-        hint += ", or --dtype bfloat16"
-    is_stored = directory is not None and bool(quantization_config(directory))
-    if device.type == "cuda" and not is_stored and not is_kept and (entry is None or entry.weights not in FEW_BITS):
-        sizes = {form: quantized_bytes(num_parameters, form) for form in SUGGESTED}
-        fitting = [f", or --quantize {form} (about {size / GB:.1f} GB)" for form, size in sizes.items() if size <= room]
-        hint += "".join(fitting[:1])
+    if needed > room:
+        ways = [_device(dtype), _rounding(num_parameters, device, room, entry, directory, is_kept)]
+        raise CapacityError(
+            f"{name} does not fit: {num_parameters / GB:.1f} billion parameters {kind} {needed / GB:.1f} GB, but "
+            f"{where} has {room / GB:.1f} GB free",
+            hint="".join([*ways, _vllm(entry, directory, is_kept)]),
+        )
+    if quantize is not None and plain > max(room, available_bytes()):
+        raise CapacityError(
+            f"{name} cannot be rounded to {quantize} here: its plain weights, {plain / GB:.1f} GB, fit neither "
+            f"{where} nor the {available_bytes() / GB:.1f} GB of free host memory",
+            hint="use a machine with more memory",
+        )
+
+
+def _stored_bytes(name: str, dtype: torch.dtype, entry: CatalogEntry | None, directory: Path | None) -> int | None:
+    """Bytes of weights that are kept in few bits as they are stored; None if they are plain."""
+    if directory is not None:
+        checkpoint = keepable(directory) if quantization_config(directory) else None
+        return None if checkpoint is None else kept_bytes(checkpoint, dtype.itemsize)
+    if entry is None:
+        return hub.few_bit_bytes(name)
+    if entry.stored_gb is None or not (entry.keeps_few_bits or name.lower() == (entry.quantized_target or "").lower()):
+        return None
+    return round(entry.stored_gb * GB)
+
+
+def _device(dtype: torch.dtype) -> str:
+    return "use a device with more memory" + (", or --dtype bfloat16" if dtype.itemsize > 2 else "")
+
+
+def _rounding(
+    num_parameters: int,
+    device: torch.device,
+    room: int,
+    entry: CatalogEntry | None,
+    directory: Path | None,
+    is_kept: bool,
+) -> str:
+    """The most exact form of `--quantize` that fits; empty if none does, or the weights are in few bits already."""
+    is_few_bit = is_kept or _is_stored(directory) or (entry is not None and entry.weights in FEW_BITS)
+    if device.type != "cuda" or is_few_bit:
+        return ""
+    sizes = {form: quantized_bytes(num_parameters, form) for form in SUGGESTED}
+    ways = (f", or --quantize {form} (about {size / GB:.1f} GB)" for form, size in sizes.items() if size <= room)
+    return next(ways, "")
+
+
+def _vllm(entry: CatalogEntry | None, directory: Path | None, is_kept: bool) -> str:
+    """What vLLM does better, if anything."""
     if entry is not None and "vllm" in entry.engines:
         is_smaller = not is_kept and (entry.quantized_target is not None or entry.weights in FEW_BITS)
         way = f"runs its quantized weights, {entry.vllm_gb():.1f} GB" if is_smaller else "spreads it over several GPUs"
-        hint += f"; vLLM {way}: `peagle serve {entry.name} --engine vllm`"
-    elif is_stored and not is_kept:
-        hint += f"; vLLM runs its quantized weights as they are: `peagle serve {directory} --engine vllm`"
-    raise CapacityError(
-        f"{name} does not fit: {num_parameters / GB:.1f} billion parameters {kind} {needed / GB:.1f} GB, but {where} "
-        f"has {room / GB:.1f} GB free",
-        hint=hint,
-    )
+        return f"; vLLM {way}: `peagle serve {entry.name} --engine vllm`"
+    if _is_stored(directory) and not is_kept:
+        return f"; vLLM runs its quantized weights as they are: `peagle serve {directory} --engine vllm`"
+    return ""
+
+
+def _is_stored(directory: Path | None) -> bool:
+    return directory is not None and bool(quantization_config(directory))

@@ -50,8 +50,6 @@ def load_target(
     quantize: keep the weights of the decoder layers in "int4", "int8" or "fp8", or those of experts in "mxfp4". Needs a
     GPU and bfloat16. The fingerprint stays that of the weights before.
     """
-    from transformers import AutoTokenizer
-
     name = DEFAULT_TARGET if target is None else os.fspath(target)
     entry = find(name)
     chosen_device = choose_device(device)
@@ -60,31 +58,13 @@ def load_target(
     chosen_dtype = choose_dtype(dtype, chosen_device, 4 * num_parameters)
     if quantize is not None:
         few_bit.check_quantize(quantize, chosen_device, chosen_dtype)
-        _check_plain(name, directory)
-    check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory, quantize)
+    _check(name, entry, directory, num_parameters, chosen_dtype, chosen_device, quantize)
     if directory is None:
         directory = hub.download(_model_id(name, entry), "target")
         num_parameters = _num_parameters(name, entry, directory)  # the hub does not know it of few-bit weights
-        if quantize is not None:
-            _check_plain(name, directory)
-        check_fits(_short_name(name, entry), num_parameters, chosen_dtype, chosen_device, entry, directory, quantize)
+        _check(name, entry, directory, num_parameters, chosen_dtype, chosen_device, quantize)
     placement = _placement(chosen_device, num_parameters * chosen_dtype.itemsize, quantize)
-    try:
-        keep = Keep(chosen_device, gate_of, set_experts) if keeps_few_bits(chosen_device, chosen_dtype) else None
-        model, report = load_model(directory, chosen_dtype, keep, **placement)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # transformers, safetensors and tokenizers raise many types
-        raise TargetError(
-            f"cannot load a causal LM from {directory}: {first_line(error)}",
-            hint="it needs config.json, tokenizer.json and safetensors weights of one model",
-        ) from error
-    if missing := sorted(report["missing_keys"]):
-        raise TargetError(
-            f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
-            hint="the weights are incomplete; copy or download them again",
-        )
-    if chosen_device.type == "cpu" and chosen_dtype == torch.float32:
-        attach_blocks(model, directory)
+    model, tokenizer = _read(directory, chosen_dtype, chosen_device, placement)
     found = HFTarget(
         model if quantize is not None else model.to(chosen_device),
         tokenizer,
@@ -145,13 +125,51 @@ def local_target(name: str, entry: CatalogEntry | None, what: hub.What = "target
     return directory
 
 
-def _check_plain(name: str, directory: Path | None) -> None:
-    """Refuse to round weights that are stored in few bits already."""
-    if directory is not None and (method := quantization_config(directory).get("quant_method")):
+def _check(
+    name: str,
+    entry: CatalogEntry | None,
+    directory: Path | None,
+    num_parameters: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None,
+) -> None:
+    """Refuse weights that do not fit, and to round those that are stored in few bits already."""
+    if directory is not None:
+        method = quantization_config(directory).get("quant_method")
+    else:
+        method = entry.weights if entry is not None and entry.keeps_few_bits else None
+    if quantize is not None and method:
         raise TargetError(
             f"{name} is stored in few bits already ({method}), and --quantize would round it twice",
             hint="load it without --quantize, or quantize the original model",
         )
+    check_fits(_short_name(name, entry), num_parameters, dtype, device, entry, directory, quantize)
+
+
+def _read(
+    directory: Path, dtype: torch.dtype, device: torch.device, placement: dict[str, Any]
+) -> "tuple[Any, PreTrainedTokenizerBase]":
+    """The model and the tokenizer of a directory, complete."""
+    from transformers import AutoTokenizer
+
+    keep = Keep(_numbered(device), gate_of, set_experts) if keeps_few_bits(device, dtype) else None
+    try:
+        model, report = load_model(directory, dtype, keep, **placement)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types
+        raise TargetError(
+            f"cannot load a causal LM from {directory}: {first_line(error)}",
+            hint="it needs config.json, tokenizer.json and safetensors weights of one model",
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise TargetError(
+            f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
+            hint="the weights are incomplete; copy or download them again",
+        )
+    if device.type == "cpu" and dtype == torch.float32:
+        attach_blocks(model, directory)
+    return model, tokenizer
 
 
 def _placement(device: torch.device, num_bytes: int, quantize: str | None = None) -> dict[str, Any]:
@@ -160,7 +178,12 @@ def _placement(device: torch.device, num_bytes: int, quantize: str | None = None
         return {}
     if quantize is not None and num_bytes > torch.cuda.mem_get_info(device)[0]:
         return {}  # layer by layer
-    return {"device_map": {"": device}}
+    return {"device_map": {"": _numbered(device)}}
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number: "cuda" is the current one, and threads that load weights have one of their own."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _num_parameters(name: str, entry: CatalogEntry | None, directory: Path | None) -> int:
