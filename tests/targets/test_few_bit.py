@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from harness.few_bit_targets import dequantized
@@ -26,7 +26,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.targets import capacity
 from peagle.targets.few_bit import check_quantize, num_bytes, num_parameters, quantize_model, quantized_bytes
 from peagle.targets.load import load_target
-from peagle.targets.shapes import SHAPES, dummy_target
+from peagle.targets.shapes import SHAPES, dummy_target, read_shape
 from peagle.worker.linear_layers import join_models
 
 FORM_OF = {"llama": "int4", "qwen3-moe": "fp8", "gpt-oss": "mxfp4", "gemma4": "int8"}
@@ -209,9 +209,19 @@ def test_the_check_of_memory_knows_few_bits(monkeypatch: pytest.MonkeyPatch) -> 
             return f"{error.message} / {error.hint}"
         return ""
 
-    assert "or --quantize fp8 (about 14.7 GB)" in check(14) and "or --quantize int4 (about 17.6 GB)" in check(32)
+    assert "or --quantize fp8 (about 14.3 GB)" in check(14) and "or --quantize int4 (about 17.7 GB)" in check(32)
     assert "--quantize" not in check(70) and not check(14, "fp8") and not check(32, "int4")
-    assert "32.0 billion parameters in fp8 take about 33.6 GB, but a GPU has 24.0 GB free" in check(32, "fp8")
+    assert "32.0 billion parameters in fp8 take about 32.8 GB, but a GPU has 24.0 GB free" in check(32, "fp8")
     assert "or --quantize int4" in check(32, "fp8")
     assert "its plain weights, 72.0 GB, fit neither a GPU nor the 70.0 GB of free host memory" in check(36, "int4")
-    assert quantized_bytes(8_000_000_000, "int4") == 4_400_000_000
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_the_bytes_of_a_form_are_known_before_weights_are_rounded(form: str) -> None:
+    settings = read_shape("llama-8b")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16)
+    num_plain = 2 * settings["vocab_size"] * settings["hidden_size"]
+    expected = quantized_bytes(num_parameters(model), form, num_plain)
+    quantize_model(model, form)
+    assert num_bytes(model) == pytest.approx(expected, rel=0.01)

@@ -10,7 +10,7 @@ from peagle.errors import CapacityError
 from peagle.host_memory import available_bytes
 from peagle.quantized.formats import quantization_config
 from peagle.quantized.headers import read_few_bit
-from peagle.quantized.keep import kept_bytes
+from peagle.quantized.keep import TABLES, kept_bytes
 from peagle.quantized.load import keepable
 from peagle.safetensors_header import read_header, weight_files
 from peagle.targets import hub
@@ -58,7 +58,7 @@ def check_fits(
     plain = needed = num_parameters * dtype.itemsize
     kind, is_kept = f"of {dtype.itemsize} bytes ({str(dtype).removeprefix('torch.')}) take", False
     if quantize is not None:
-        needed, kind = quantized_bytes(num_parameters, quantize), f"in {quantize} take about"
+        needed, kind = quantized_bytes(num_parameters, quantize, _num_plain(directory)), f"in {quantize} take about"
     elif keeps_few_bits(device, dtype) and (stored := _stored_bytes(name, dtype, entry, directory) or plain) < plain:
         needed, kind, is_kept = stored, "in few bits, as they are stored, take", True
     if device.type == "cuda":
@@ -92,6 +92,14 @@ def _stored_bytes(name: str, dtype: torch.dtype, entry: CatalogEntry | None, dir
     return round(entry.stored_gb * GB)
 
 
+def _num_plain(directory: Path | None) -> int | None:
+    """The parameters of a directory's embedding and head, which `--quantize` leaves plain."""
+    if directory is None:
+        return None
+    infos = [info for path in weight_files(directory) for info in read_header(path).items()]
+    return sum(prod(info.shape) for name, info in infos if name.split(".")[-2:-1] in ([table] for table in TABLES))
+
+
 def _device(dtype: torch.dtype) -> str:
     return "use a device with more memory" + (", or --dtype bfloat16" if dtype.itemsize > 2 else "")
 
@@ -108,7 +116,7 @@ def _rounding(
     is_few_bit = is_kept or _is_stored(directory) or (entry is not None and entry.weights in FEW_BITS)
     if device.type != "cuda" or is_few_bit:
         return ""
-    sizes = {form: quantized_bytes(num_parameters, form) for form in SUGGESTED}
+    sizes = {form: quantized_bytes(num_parameters, form, _num_plain(directory)) for form in SUGGESTED}
     ways = (f", or --quantize {form} (about {size / GB:.1f} GB)" for form, size in sizes.items() if size <= room)
     return next(ways, "")
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from peagle.errors import TargetError, nearest
 from peagle.experts.few_bit import FewBitExperts, quantize_experts
-from peagle.linears.few_bit import FORMS
+from peagle.linears.few_bit import FORMS, INT4_GROUP, MXFP4_GROUP
 from peagle.linears.few_bit_linear import FewBitLinear
 from peagle.targets.hf import decoder_layers
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROUTERS = {"gate", "router"}
-SPARE_BITS = 0.4
-"""Bits per weight for scales, and for the embedding and the head of a large model, which stay plain."""
+SCALE_BITS = {"int4": 16 / INT4_GROUP, "mxfp4": 8 / MXFP4_GROUP, "int8": 0, "fp8": 0}
+"""Per weight."""
+PLAIN_SHARE = 0.025
+"""The embedding and the head of a large model, if their size is not known."""
 
 
 def check_quantize(form: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -43,9 +45,11 @@ def check_quantize(form: str, device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def quantized_bytes(num_parameters: int, form: str) -> int:
-    """About what the weights of a large model take in a form."""
-    return round(num_parameters * (FORMS[form].bits + SPARE_BITS) / 8)
+def quantized_bytes(num_parameters: int, form: str, num_plain: int | None = None) -> int:
+    """About what the weights of a large model take in a form. `num_plain` are those of the embedding and the head."""
+    if num_plain is None:
+        num_plain = round(PLAIN_SHARE * num_parameters)
+    return 2 * num_plain + round((num_parameters - num_plain) * (FORMS[form].bits + SCALE_BITS[form]) / 8)
 
 
 @torch.no_grad()
