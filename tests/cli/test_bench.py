@@ -257,7 +257,7 @@ def test_what_goes_wrong_in_the_comparison_with_plain_decoding_loses_no_cell(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_process_prints_its_document(on_models, prompts, number):
-    words = ("--prompts", str(prompts), "--max-tokens", "64", "--concurrency", "1,2,4,8", "--num-requests", "100")
+    words = ("--prompts", str(prompts), "--max-tokens", "64", "--concurrency", "1,2,4,8", "--num-requests", "16")
     process = subprocess.Popen(
         [sys.executable, "-m", "peagle", "bench", *words, *on_models, "--json"],
         stdout=subprocess.PIPE,

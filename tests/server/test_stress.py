@@ -15,7 +15,7 @@ from harness.local_server import running, tiny_llm
 from peagle.engine.async_engine import _Call
 from peagle.sampling_params import SamplingParams
 
-MANY = 128
+MANY = 64
 FIRST_SEED = 1_000
 """Seed 38 draws a number 2e-9 from the border of two tokens' intervals, where the rounding of the batch decides."""
 MAX_TOKENS = 48

@@ -74,7 +74,7 @@ def test_the_engine_answers_as_transformers_does_with_the_dequantized_weights(fa
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FORM_OF])
 def test_on_a_gpu_layers_are_joined_and_fused_and_given_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    target, ids = quantized_family(family), torch.tensor([[5, 80, 33, 261, 7]])
+    target, ids = quantized_family(family), torch.tensor([[5, 80]])
     names, kinds = list(target.model.state_dict()), [type(module) for module in target.model.modules()]
     expected = target.forward(ids).logits_BTV
     for module in (skinny_linear, few_bit_experts):
