@@ -130,6 +130,16 @@ def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -
     torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
 
 
+def test_scales_behind_the_last_group_are_not_read() -> None:
+    """257 inputs are two blocks of 256, and the last of four groups of 128 is padding. An overflow is an error here."""
+    weight = few_bit(16, 257, "int4")
+    behind = torch.full((16 * 3 + 1,), 3e38, device=DEVICE, dtype=weight.scale.dtype)
+    behind[: 16 * 3] = weight.scale.flatten()
+    inside = weight._replace(scale=behind[: 16 * 3].view(16, 3))
+    x = rows(FEW_BIT_ROWS + 1, 257)
+    torch.testing.assert_close(linear(x, inside).float(), product(x, weight), **CLOSE)
+
+
 @every_form
 def test_every_code_is_exact(form: str) -> None:
     """One input at a time, so that nothing is rounded but the output."""

@@ -407,7 +407,7 @@ def _dequantize(
     words = tl.load(all_words + first, mask=is_column[:, None], other=0)
     for part in tl.static_range(parts):
         place = first * parts + part * span
-        at = column * scale_stride + place // group
+        at = column * scale_stride + tl.minimum(place, size - 1) // group  # the padding of the last block has no group
         values = part_values(words, form, part)
         if has_zero:
             values -= tl.load(zero_ptr + at, mask=is_column, other=0).to(tl.float32)[:, None]
