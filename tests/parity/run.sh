@@ -173,8 +173,8 @@ make_environments() {
     make_environment evaluators "$EVALUATORS_VENV" "$EVALUATORS_PINS"
 }
 
-# Lane 1: transformers while lane 2 makes the environments, then speculators, and the control on vLLM. The lanes are of
-# about equal length.
+# Lane 1: transformers while lane 2 makes the environments, then speculators, the control and the gate on vLLM. The lanes
+# are of about equal length.
 compare_with_speculators() {
     if (($# == 0)); then
         local both=(--speculators-python "$SPECULATORS_VENV/bin/python" --vllm-python "$VLLM_VENV/bin/python")
@@ -186,6 +186,8 @@ compare_with_speculators() {
             --num-prompts 4 --max-tokens 64 --num-draft-tokens 5 \
             --drafter src/peagle/assets/smollm2-135m-instruct-eagle3 \
             --vllm-python "$VLLM_VENV/bin/python" --json runs/parity/vllm_eagle3.json
+        compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
+            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
     compare speculators "$PYTHON" tests/parity/compare_speculators.py --self-test \
         --speculators-python "$SPECULATORS_VENV/bin/python" --json runs/parity/speculators.json "$@"
@@ -195,7 +197,7 @@ compare_with_speculators() {
 }
 
 # Lane 2: the environments, then vLLM. Seven prompts of all kinds, 64 tokens each, for the shipped drafter: some 1,400
-# draft tokens are compared. All prompts for another drafter. Then the server, the gate and the clients.
+# draft tokens are compared. All prompts for another drafter. Then the server and the clients.
 compare_with_vllm() {
     local some=()
     if (($# == 0)); then some=(--num-prompts 7 --max-tokens 64); fi
@@ -204,8 +206,6 @@ compare_with_vllm() {
     if (($# == 0)); then
         compare "peagle serve on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
             "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_serve_vllm.py
-        compare "the gate on vLLM" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
-            "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_gate.py
     fi
     compare "few-bit weights and compressed-tensors" env PEAGLE_VLLM_PYTHON="$VLLM_VENV/bin/python" \
         "$PYTHON" -m pytest -q -rP -m parity tests/parity/test_compressed_tensors.py
