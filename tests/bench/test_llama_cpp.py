@@ -25,6 +25,7 @@ def test_llama_cpp_is_an_anchor_where_it_is_installed_and_the_target_is_a_gguf_f
     assert LLAMA_CPP not in anchors_of(target)
 
 
+@pytest.mark.slow
 def test_llama_cpp_answers_the_same_prompts_and_its_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target()
     chats = [[{"role": "user", "content": text}] for text in ("Name three rivers.", "What is 2 + 2?")]

@@ -201,7 +201,10 @@ def fail():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize(("raised", "status"), [(interrupt, 130), (terminate, 143), (terminate_in_a_capture, 143)])
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(interrupt, 130), pytest.param(terminate, 143, marks=pytest.mark.slow), (terminate_in_a_capture, 143)],
+)
 def test_an_interrupted_run_reports_the_cells_that_finished(peagle, on_models, prompts, stop, tmp_path, raised, status):
     stop(4, raised)
     out = {flag: tmp_path / name for flag, name in (("--plot", "plot.png"), ("--report", "report.md"))}

@@ -58,6 +58,7 @@ def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monke
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_from_another_distribution_is_not_lossless(peagle, quick, monkeypatch):
     answer = lossless.answer_with_engine
 

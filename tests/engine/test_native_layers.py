@@ -100,7 +100,7 @@ def generated(target: HFTarget, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     "family",
-    [each if each in ("llama", "qwen3") else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES],
+    [each if each == "qwen3" else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES],
 )
 def test_answers_with_native_layers_are_those_of_transformers(family: str, native_runs: list[int]) -> None:
     target = target_of(family)

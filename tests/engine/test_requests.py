@@ -82,6 +82,7 @@ def sampled_answers(target: HFTarget) -> list[Answer]:
     return found
 
 
+@pytest.mark.slow
 def test_a_seeded_request_gets_the_same_sample_in_a_batch_of_32(engine: Engine, sampled_answers: list[Answer]) -> None:
     params = [sampled(index) for index in range(32)]
     assert answers(engine, PROMPTS, params, close=False) == sampled_answers

@@ -167,7 +167,7 @@ def test_several_tokens_by_hand(function: TokensFunction) -> None:
 
 
 @both_of_tokens
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32])
 @pytest.mark.parametrize(
     "vocab_size", [1, 5, CHUNK + 1, 16 * CHUNK, pytest.param(2 * LARGEST_BLOCK + 7, marks=pytest.mark.slow)]
 )

@@ -70,7 +70,11 @@ def test_a_layer_computes_with_the_dequantized_weight(form: str, bias: bool, mon
 
 
 @pytest.mark.parametrize(
-    ("form", "bias", "zero"), [("int4", False, True), ("int8", True, False), ("fp8", False, False)]
+    ("form", "bias", "zero"),
+    [
+        ("int4", False, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", True, False), ("fp8", False, False))),
+    ],
 )
 @torch.no_grad()
 def test_joined_layers_answer_as_separate_ones_and_are_given_back(

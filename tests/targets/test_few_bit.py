@@ -216,7 +216,7 @@ def test_the_check_of_memory_knows_few_bits(monkeypatch: pytest.MonkeyPatch) -> 
     assert "its plain weights, 72.0 GB, fit neither a GPU nor the 70.0 GB of free host memory" in check(36, "int4")
 
 
-@pytest.mark.parametrize("form", ["int4", "fp8"])
+@pytest.mark.parametrize("form", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_the_bytes_of_a_form_are_known_before_weights_are_rounded(form: str) -> None:
     settings = read_shape("llama-8b")
     with torch.device("meta"):
