@@ -59,6 +59,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(build, tmp_path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_build_that_is_stopped_in_every_stage_ends_with_a_gated_drafter_and_a_report(
     build, state, tmp_path, monkeypatch
 ):

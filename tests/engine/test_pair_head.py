@@ -105,7 +105,7 @@ def assert_same_drafts(target: HFTarget, drafter: Drafter, depth: int, tree_node
     return all_drafts
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 9, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tree_nodes", [9, *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in (None, 24))])
 @pytest.mark.parametrize("depth", [4, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3, 8))])
 def test_the_engine_drafts_the_pairs_of_the_reference_decoder(
     target: HFTarget, drafter: Drafter, depth: int, tree_nodes: int | None

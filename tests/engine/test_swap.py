@@ -132,9 +132,11 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "tree",
         "pair head",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("chain", "budget", "eagle3", "small vocabulary")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("tree", "chain", "budget", "eagle3", "small vocabulary")
+        ),
     ],
 )
 def test_a_swap_among_running_requests_changes_no_answer_and_drafts_become_those_of_the_new_drafter(

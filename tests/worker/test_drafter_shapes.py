@@ -41,7 +41,10 @@ def texts_of(target: HFTarget) -> list[list[int]]:
     return [row[0].tolist() for row in rows]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    ["some windows, own embeddings", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "windows"))],
+)
 def test_the_engine_drafts_like_the_reference_decoder(shape: str) -> None:
     target = tiny_target(num_layers=4)
     drafter = trained_drafter(
