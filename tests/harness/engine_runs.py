@@ -37,7 +37,12 @@ def practised_drafter() -> Drafter:
 def mixed_cells(roomy: Any, tight: Any, *slow: Any) -> list[Any]:
     """Methods and engine settings. `make test` takes P-EAGLE's chains and trees once, and both settings."""
     fast = [("p-eagle", roomy), ("p-eagle tree", tight)]
-    others = [("none", tight), ("eagle3", tight), ("p-eagle tree", roomy), *(("p-eagle tree", settings) for settings in slow)]
+    others = [
+        ("none", tight),
+        ("eagle3", tight),
+        ("p-eagle tree", roomy),
+        *(("p-eagle tree", settings) for settings in slow),
+    ]
     return [*(pytest.param(*cell) for cell in fast), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in others)]
 
 
