@@ -16,7 +16,7 @@ from torch import Tensor
 from peagle.experts.product_triton import GATES, MOST_UNSORTED, own_pairs, pairs_at, sorted_pairs
 from peagle.kernels.overlap_triton import can_overlap, take_turn
 from peagle.linears.few_bit import FORMS, FewBitWeight
-from peagle.linears.few_bit_triton import ENDLESS, UNPACKING, halves_of, multiply_words
+from peagle.linears.few_bit_words_triton import ENDLESS, UNPACKING, halves_of, multiply_words
 
 
 class FewBitExpertTiling(NamedTuple):

@@ -116,7 +116,8 @@ def _rounding(
     is_few_bit = is_kept or _is_stored(directory) or (entry is not None and entry.weights in FEW_BITS)
     if device.type != "cuda" or is_few_bit:
         return ""
-    sizes = {form: quantized_bytes(num_parameters, form, _num_plain(directory)) for form in SUGGESTED}
+    num_plain = _num_plain(directory)
+    sizes = {form: quantized_bytes(num_parameters, form, num_plain) for form in SUGGESTED}
     ways = (f", or --quantize {form} (about {size / GB:.1f} GB)" for form, size in sizes.items() if size <= room)
     return next(ways, "")
 
