@@ -16,6 +16,7 @@ from peagle.engine.llm import LLM
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
+from peagle.worker.captured_steps import CapturedSteps
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +58,36 @@ def test_a_captured_engine_answers_as_the_reference_decoder(family: str) -> None
             # Answers would be the same with worse drafts. These are as good, but for a near tie of the drafter's.
             counts = accepted.setdefault(num_drafts, list(stats.accepted_per_position))
             assert list(stats.accepted_per_position) == pytest.approx(counts, rel=0.05, abs=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_prompts_in_the_pass_of_a_captured_decode_step_change_no_token(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode_beside, sizes = CapturedSteps.decode_beside, []
+    monkeypatch.setattr(
+        CapturedSteps, "decode_beside", lambda *given: sizes.append(len(given[1])) or decode_beside(*given)
+    )
+    target = family_target(family)
+    greedy = [SamplingParams(max_tokens=24, ignore_eos=True)] * len(PROMPTS)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers(target, None, 0, greedy), strict=True)]
+    parallel = trained_drafter(target, texts)
+    params = [SamplingParams(max_tokens=24, temperature=float(index % 2), seed=index) for index in range(len(PROMPTS))]
+    expected = answers(target, None, 0, params)
+    target.model.to("cuda")
+    drafter = twin(parallel, target)
+    for own, num_drafts, nodes in ((None, None, None), (drafter, 4, 9), (sequential(parallel, target), 3, None)):
+        settings = SMALL | {"prefill_tokens": 256, "num_pages": 160, "tree_nodes": nodes}
+        with LLM(target, own, num_drafts, **settings) as llm:
+            engine, outputs, waiting = llm.engine, {}, list(range(len(PROMPTS)))
+            while waiting or engine.has_work:
+                if waiting:
+                    index = waiting.pop(0)
+                    engine.add(PROMPTS[index], params[index], request_id=str(index))
+                outputs |= {int(output.request_id): output for output in engine.step()}
+        assert [list(outputs[index].outputs[0].token_ids) for index in range(len(PROMPTS))] == expected
+        assert len(sizes) > 4 and max(sizes) > 1, "prompts arrive while others decode"
+        sizes.clear()
 
 
 def test_verifying_the_likeliest_drafts_in_captured_steps_changes_no_token() -> None:

@@ -60,6 +60,7 @@ CASES = {
     "a tree": Case(((37, 5), (2, 9)), has_tree=True),
     "a tree deeper than the window": Case(((37, 12), (2, 12)), window=3, has_tree=True),
     "a tree of many tiles": Case(((40, 40), (0, 33)), has_tree=True, window=11),
+    "a tree beside a prompt": Case(((37, 9), (3, 100), (0, 7)), has_tree=True),
     "a first key": Case(((37, 4), (1, 3), (300, 2)), first_key=1),
     "everything at once": Case(((300, 5), (7, 5)), window=50, softcap=4.0, has_sinks=True, has_tree=True),
     "half precision": Case(((37, 4), (300, 2)), dtype=torch.float16),
@@ -107,10 +108,14 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], PagedRows, dict[str, object]]
 
 
 def random_tree(num_rows: list[int], generator: torch.Generator) -> RowTree:
-    """Each row hangs below one of the few rows before it, so that some branches are deep."""
+    """Each row hangs below one of the few rows before it, so some branches are deep. Some requests have no tree."""
     ancestors, depth = [], []
-    for count in num_rows:
+    for request, count in enumerate(num_rows):
         first = len(ancestors)
+        if request % 3 == 1:
+            ancestors += [0] * count
+            depth += range(count)
+            continue
         for row in range(count):
             above = max(0, row - 1 - int(torch.randint(3, (), generator=generator)))
             ancestors.append((ancestors[first + above] if row else 0) | 1 << row)
@@ -132,7 +137,7 @@ def dense(case: Case, tensors: tuple[Tensor, ...], rows: PagedRows, settings: di
             above, depth = list(range(row + 1)), list(range(num_rows))
             if rows.tree is not None:
                 bits, depth = int(rows.tree.ancestors_N[new][row]), rows.tree.depth_N[new].tolist()
-                above = [other for other in above if bits >> other & 1]
+                above = [other for other in above if bits >> other & 1 or not bits]
                 assert len(above) == depth[row] + 1
             position = [*range(context), *(context + depth[other] for other in range(num_rows))]
             seen = [

@@ -230,3 +230,45 @@ def test_new_requests_are_held_back_to_share_a_prefill_pass_but_not_for_long(mon
     assert [chunk.request for chunk in scheduler.plan().chunks] == [alone], "it has waited long enough"
     together = [ask("b" * length) for length in range(8, 11)]
     assert [chunk.request for chunk in scheduler.plan().chunks] == together, "enough for one pass"
+
+
+def test_few_prompt_tokens_share_the_pass_of_a_decode_step_and_decode_from_the_next_one_on() -> None:
+    scheduler = Scheduler(
+        SchedulerConfig(max_batch=16, max_length=800, prefill_tokens=512, max_delay=3, shares_passes=True),
+        PagePool(400, page_size=16),
+    )
+
+    def ask(length: int, **settings: Any) -> Request:
+        name = str(len(scheduler.running) + len(scheduler.waiting))
+        request = Request(name, [int(name) + 1] * length, SamplingParams(max_tokens=50, **settings), 0, 800)
+        scheduler.add(request)
+        return request
+
+    first = ask(100)
+    plan = scheduler.plan()
+    assert not plan.shares_pass and plan.decodes == (first,), "nothing decodes yet"
+    few = [ask(100), ask(156)]
+    plan = scheduler.plan()
+    assert plan.shares_pass and plan.decodes == (first,) and [chunk.request for chunk in plan.chunks] == few
+    assert scheduler.plan().decodes == (first, *few)
+    for settings in ({"length": 257}, {"length": 10, "presence_penalty": 0.5}, {"length": 10, "prompt_logprobs": 0}):
+        request = ask(**settings)
+        plan = scheduler.plan()
+        assert not plan.shares_pass and request in plan.decodes, settings
+        scheduler.finish(request)
+    for _ in range(8):
+        ask(3)
+    assert not scheduler.plan().shares_pass, "the pass has room for 7 prompts and the padding"
+
+
+def test_a_new_request_that_can_share_a_pass_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "DECODES_PER_ADMISSION", 2)
+    config = SchedulerConfig(max_batch=12, max_length=400, prefill_tokens=512, max_delay=3, shares_passes=True)
+    scheduler = Scheduler(config, PagePool(200, page_size=16))
+    for index in range(6):
+        scheduler.add(Request(f"first {index}", [index + 1] * 4, SamplingParams(max_tokens=50), 0, 64))
+    scheduler.plan()
+    scheduler.add(Request("short", [7] * 200, SamplingParams(max_tokens=50), 0, 400))
+    assert scheduler.plan().shares_pass
+    scheduler.add(Request("long", [8] * 300, SamplingParams(max_tokens=50), 0, 400))
+    assert not scheduler.plan().chunks, "others may still come to share its own pass"

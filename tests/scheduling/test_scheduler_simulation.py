@@ -129,6 +129,7 @@ class Setting:
     prefill_tokens: int
     max_chunks: int
     max_delay: int
+    shares_passes: bool
     num_draft_tokens: int
     num_requests: int
     abort_rate: float
@@ -145,6 +146,7 @@ SETTINGS = st.builds(
     prefill_tokens=st.integers(1, 24),
     max_chunks=st.integers(1, 4),
     max_delay=st.integers(0, 3),
+    shares_passes=st.booleans(),
     num_draft_tokens=st.integers(0, 4),
     num_requests=st.integers(1, 12),
     abort_rate=st.sampled_from([0.0, 0.0, 0.1]),
@@ -173,7 +175,13 @@ class Service:
         self.pool = PagePool(num_pages, setting.page_size, setting.reuse)
         has_drafter = setting.num_draft_tokens > 0
         limits = SchedulerConfig(
-            setting.max_batch, 60, setting.prefill_tokens, setting.max_chunks, setting.max_delay, has_drafter
+            setting.max_batch,
+            60,
+            setting.prefill_tokens,
+            setting.max_chunks,
+            setting.max_delay,
+            setting.shares_passes,
+            has_drafter,
         )
         self.scheduler = Scheduler(limits, self.pool)
         self.device = FakeDevice(self.pool, self.choose, has_drafter)
@@ -270,6 +278,7 @@ def tight(seed: int, **changes: object) -> Setting:
         "prefill_tokens": 8,
         "max_chunks": 3,
         "max_delay": 0,
+        "shares_passes": True,
         "num_draft_tokens": 3,
         "num_requests": 12,
         "abort_rate": 0.0,

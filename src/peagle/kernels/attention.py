@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peagle.kernels.tilings import MOST_DECODE_ROWS
+
 WASTE_PAGE = 0
 
 
@@ -43,7 +45,8 @@ class PagedRows(NamedTuple):
     cell_N: Tensor
     """Cell of each row's own key and value: page * page_size + offset."""
     span_L0: Tensor
-    """Empty. Its length L is the most rows of any request; a shape, so that torch.compile treats it as symbolic."""
+    """Empty. Its length L is the most rows of any request, except in a batch that is `joined`; a shape, so that
+    torch.compile treats it as symbolic."""
     tree: "RowTree | None" = None
     """The new rows of each request form a tree; None if each row follows the one before it."""
     host: "RowsOnHost | None" = None
@@ -58,7 +61,7 @@ class RowTree(NamedTuple):
     """
 
     ancestors_N: Tensor
-    """int64: bit j is set if the row attends to row j of its request, itself included."""
+    """int64: bit j is set if the row attends to row j of its request, itself included. 0: to that and all before it."""
     depth_N: Tensor
     """int64: rows above it."""
 
@@ -90,7 +93,9 @@ class RowsOnHost:
             is_own_N = request_N < len(rows.context_B)
             request_N = request_N.where(is_own_N, 0)
             index_N = (torch.arange(num_rows) - rows.first_row_B1[request_N]).where(is_own_N, 0)
-            seen_N, depth_N = rows.tree or ((2 << index_N) - 1, index_N)
+            before_N = (2 << index_N) - 1
+            seen_N, depth_N = rows.tree or (before_N, index_N)
+            seen_N = seen_N.where(seen_N != 0, before_N)
             context_N = rows.context_B[request_N].where(is_own_N, 0)
             table_N5 = torch.stack([request_N, context_N, index_N, seen_N, depth_N], dim=1).long()
             page_table_BP = rows.page_table_BP.to(torch.int32).contiguous()
@@ -125,6 +130,27 @@ class RowsOnHost:
                 mask_MT = hidden_MT.masked_fill_(~visible_MT, float("-inf")).repeat(group_size, 1)
             self._masks[settings] = mask_MT
         return self._masks[settings]
+
+
+def joined(first: PagedRows, second: PagedRows, depth_M: Tensor | None = None) -> PagedRows:
+    """One batch of the requests of both, those of `second` last.
+
+    If those of `first` have trees, the M rows of `second` follow each other in each request, at `depth_M`. Kernels
+    split the work as for `MOST_DECODE_ROWS` per request.
+    """
+    num_rows, tree = len(first.cell_N), first.tree
+    if tree is not None:
+        assert depth_M is not None, "rows of a tree have depths"
+        ancestors_N = torch.cat([tree.ancestors_N, torch.zeros_like(depth_M)])
+        tree = RowTree(ancestors_N, torch.cat([tree.depth_N, depth_M]))
+    return PagedRows(
+        torch.cat([first.page_table_BP, second.page_table_BP]),
+        torch.cat([first.first_row_B1[:-1], second.first_row_B1 + num_rows]),
+        torch.cat([first.context_B, second.context_B]),
+        torch.cat([first.cell_N, second.cell_N]),
+        first.span_L0.new_empty(MOST_DECODE_ROWS, 0),
+        tree,
+    )
 
 
 def on_host(rows: PagedRows) -> PagedRows:
@@ -227,8 +253,8 @@ def visible_indexes(rows: PagedRows, request: int, window: int, first_key: int =
     if rows.tree is None:
         depth_M, is_above_MM = row_M, row_M <= row_M[:, None]
     else:
-        depth_M = rows.tree.depth_N[first:end]
-        is_above_MM = (rows.tree.ancestors_N[first:end, None] >> row_M) & 1 != 0
+        ancestors_M1, depth_M = rows.tree.ancestors_N[first:end, None], rows.tree.depth_N[first:end]
+        is_above_MM = torch.where(ancestors_M1 == 0, row_M <= row_M[:, None], (ancestors_M1 >> row_M) & 1 != 0)
     key_T = torch.arange(context + num_rows, device=row_M.device)
     visible_MT = (key_T >= first_key).repeat(num_rows, 1)
     visible_MT[:, context:] &= is_above_MM

@@ -245,7 +245,8 @@ def _attend_new(
         scores = score(query, keys, scale, softcap, has_softcap, precision)
         if has_tree:
             depth = tl.load(depth_ptr + index, mask=is_key, other=0).to(tl.int32)
-            is_above = ((ancestors[:, None] >> index[None, :]) & 1) != 0
+            is_before = (ancestors == 0)[:, None] & (index[None, :] <= row[:, None])
+            is_above = is_before | (((ancestors[:, None] >> index[None, :]) & 1) != 0)
         else:
             depth = index
             is_above = index[None, :] <= row[:, None]

@@ -1,5 +1,6 @@
 """Settings of an engine, and the batch shapes that CUDA graphs are captured for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +16,10 @@ USEFUL_SIZE = 20
 """Tokens per request, on average, beyond which a pass of several requests brings too little to have a graph."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
+SHARED_BUCKETS, LARGE_SHARED_BUCKETS = ((128, 8), (256, 8)), ((256, 8), (512, 16))
+"""(tokens, chunks) of the prompts that may share the pass of a decode step, of up to 64 requests and of more"""
+SHARED_SIZE = 8
+"""Tokens per decoding request of a pass that is shared, at most."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
 """Chunks of the smallest and the largest prefill pass. The last chunk holds the padding."""
 
@@ -112,6 +117,26 @@ def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple
     return tuple(sorted({batch, *between, min(most, max(2 * batch, useful[-1]))}))
 
 
+def shared_buckets(batch: int, prefill_tokens: int) -> tuple[tuple[int, int], ...]:
+    """(tokens, chunks) of prompts that may share the pass of a decode step of `batch` requests.
+
+    >>> shared_buckets(64, 2048), shared_buckets(65, 2048), shared_buckets(8, 100)
+    (((128, 8), (256, 8)), ((256, 8), (512, 16)), ())
+    """
+    buckets = SHARED_BUCKETS if batch <= 64 else LARGE_SHARED_BUCKETS
+    return tuple(bucket for bucket in buckets if bucket[0] <= prefill_tokens)
+
+
+def shared_size(sizes: Sequence[int]) -> int:
+    """Of the sizes of a batch's verification passes, as in `verify_sizes`, the one that prompts may share.
+
+    >>> [shared_size(verify_sizes(batch, 31)) for batch in (1, 8, 64, 256)], shared_size(verify_sizes(8, 0))
+    ([8, 64, 512, 1024], 8)
+    """
+    batch, *drafting = sizes
+    return max((size for size in drafting if size <= SHARED_SIZE * batch), default=min(drafting, default=batch))
+
+
 def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:
     """(tokens, chunks) of the prefill graphs. A plan runs in the first graph that fits it.
 
@@ -136,6 +161,8 @@ class SchedulerConfig:
     """maximum prompts per plan"""
     max_delay: int = 0
     """plans that a new request waits, at most, to share its prefill pass with others"""
+    shares_passes: bool = False
+    """whether few prompt tokens run in the pass of a decode step (`shared_buckets`), not in one of their own"""
     has_drafter: bool = False
     """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
 
@@ -144,7 +171,7 @@ class SchedulerConfig:
         """The limits of an engine. One chunk of a pass is padding."""
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         max_delay = GPU_MAX_DELAY if is_gpu else 0
-        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, has_drafter)
+        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, is_gpu, has_drafter)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):

@@ -22,8 +22,9 @@ The rules:
 - Prefill takes at most `prefill_tokens` per plan, the oldest first. Each request leaves half of the rest to younger
   ones, so that a short prompt gets through behind long ones. `plan` takes a lower limit for plans that several requests
   share: on a CPU a long prompt would stall the others (`prefill_pace`).
-- A prefill pass costs about as much as a decode step, however few tokens it has. So while many requests decode, a new
-  one may wait a few plans (`max_delay`) until others can share its pass.
+- A prefill pass costs about as much as a decode step, however few tokens it has. So on a GPU few tokens share the pass
+  of the decode step (`shares_pass`). If they are more, and many requests decode, a new one may wait a few plans
+  (`max_delay`) until others can share its pass.
 - Nothing is computed twice at the same time: if an older request is prefilling the page that a request needs next, the
   request waits for it.
 - A request with prompt_logprobs runs its whole prompt, at most `SCORED_TOKENS` per plan, and reuses no pages.
@@ -47,13 +48,14 @@ early, and does not write that token again. With pages of 4 tokens, and a prompt
 """
 
 import heapq
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from peagle.errors import CapacityError, RequestError
-from peagle.scheduling.config import SchedulerConfig
+from peagle.scheduling.config import SchedulerConfig, shared_buckets
 from peagle.scheduling.pages import IntegrityError, PagePool
 from peagle.scheduling.request import Request
 
@@ -83,14 +85,16 @@ class Chunk:
 class Plan:
     """One engine step: a prefill pass over the chunks, then a decode step of `decodes`.
 
-    A request whose last chunk is in the plan may decode in the same plan. Page tables change only for requests with a
-    chunk and for those in `grown`.
+    A request whose last chunk is in the plan may decode in the same plan, unless both are one pass. Page tables change
+    only for requests with a chunk and for those in `grown`.
     """
 
     chunks: tuple[Chunk, ...]
     decodes: tuple[Request, ...]
     grown: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = ()
+    shares_pass: bool = False
+    """whether the chunks may run in the pass of the decode step"""
 
     @property
     def is_empty(self) -> bool:
@@ -205,11 +209,12 @@ class Scheduler:
         # Pages just taken from the youngest request must not go to a younger one, or back to itself.
         may_admit = not preempted and not self._delays_admission(decodes)
         self._last_chunks = chunks = self._plan_chunks(num_tokens, may_admit)
+        shares_pass = self._may_share(decodes, chunks)
         for chunk in chunks:
-            if chunk.is_last and chunk.request.wants_decode:
+            if chunk.is_last and chunk.request.wants_decode and not shares_pass:
                 chunk.request.num_in_flight += 1
                 decodes.append(chunk.request)
-        return Plan(tuple(chunks), tuple(decodes), tuple(grown), tuple(preempted))
+        return Plan(tuple(chunks), tuple(decodes), tuple(grown), tuple(preempted), shares_pass)
 
     def _plan_decodes(self, grown: list[Request], preempted: list[Request]) -> list[Request]:
         """Every decoding request, oldest first, with the pages it needs; may preempt the youngest ones."""
@@ -243,8 +248,25 @@ class Scheduler:
         """Whether the few new requests wait one more plan, so that later ones can share their prefill pass."""
         num_new = min(len(self._waiting), len(self._free_rows))
         is_few = 0 < num_new < len(decodes) // DECODES_PER_ADMISSION
+        if is_few:
+            new = itertools.islice(self._waiting.values(), num_new)
+            is_few = not self._fits(sum(len(request.token_ids) for request in new), num_new, len(decodes))
         self._num_delayed = self._num_delayed + 1 if is_few and self._num_delayed < self.config.max_delay else 0
         return self._num_delayed > 0
+
+    def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
+        """Whether the chunks may run in the pass of the decode step. Passes that adjust or score logits never do."""
+        requests = [*decodes, *(chunk.request for chunk in chunks)]
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        is_usual = not any(request.adjusts or request.wants_scores for request in requests)
+        return bool(chunks) and is_usual and self._fits(num_tokens, len(chunks), len(decodes))
+
+    def _fits(self, num_tokens: int, num_chunks: int, num_decodes: int) -> bool:
+        """Whether the pass of a decode step has room for these chunks. One chunk of the pass is padding."""
+        if not self.config.shares_passes or not num_decodes:
+            return False
+        buckets = shared_buckets(num_decodes, self.config.prefill_tokens)
+        return any(num_tokens <= tokens and num_chunks < chunks for tokens, chunks in buckets)
 
     def _plan_chunks(self, num_left: int, may_admit: bool) -> list[Chunk]:
         """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest."""

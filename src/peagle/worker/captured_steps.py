@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.scheduling.config import decode_buckets, prefill_buckets, verify_sizes
+from peagle.scheduling.config import decode_buckets, prefill_buckets, shared_buckets, shared_size, verify_sizes
 from peagle.worker.adjustments import Adjustments
-from peagle.worker.chunks import chunk_views, fill_upload
+from peagle.worker.chunks import Chunks, chunk_views, fill_upload
 from peagle.worker.graphs import CaptureCost, capture, replay_seconds
 from peagle.worker.kv_cache import free_bytes
 from peagle.worker.launch import PassResult
 from peagle.worker.prefill import Prefill, Prefilled
+from peagle.worker.shared_pass import SharedPass
 from peagle.worker.step import Step
 from peagle.worker.transfers import Transfers
 
@@ -49,6 +50,13 @@ class PrefillShape(NamedTuple):
     is_adjusted: bool
 
 
+class SharedShape(NamedTuple):
+    """A decode step and a prefill pass in one graph; `shared_size` gives the tokens of its verification pass."""
+
+    batch: int
+    bucket: Bucket
+
+
 class PrefillReplay(NamedTuple):
     """Replays of the two halves of a prefill pass."""
 
@@ -73,21 +81,24 @@ class CapturedSteps:
         step: Step,
         plain_step: Step,
         prefill: Prefill,
+        shared: SharedPass,
         max_batch: int,
         prefill_tokens: int,
         transfers: Transfers,
         verify_tokens: int | None,
     ) -> None:
         """`plain_step` decodes without drafts; without a drafter it is `step`. `verify_tokens` as in `EngineConfig`."""
-        self.step, self.plain_step, self._prefill = step, plain_step, prefill
+        self.step, self.plain_step, self._prefill, self._shared = step, plain_step, prefill, shared
         self.max_batch, self._transfers, self._verify_tokens = max_batch, transfers, verify_tokens
         self.device, self._padding_row = step.state.length.device, step.state.padding_row
         self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(prefill_tokens)
+        self._prefill_tokens = prefill_tokens
         self._pool = torch.cuda.graph_pool_handle()
         self._row_tensors: dict[int, Tensor] = {}
         self.decodes: dict[DecodeShape, Callable[[], PassResult]] = {}
         self._uploads: dict[Bucket, Tensor] = {}
         self.prefills: dict[PrefillShape, PrefillReplay] = {}
+        self.shared: dict[SharedShape, Callable[[], tuple[PassResult, PassResult]]] = {}
         self._rows: list[int] = []
         """rows of the last decode pass, which its graph still holds"""
 
@@ -103,13 +114,22 @@ class CapturedSteps:
             for size in reversed(self.decode_sizes)
             for num_tokens in reversed(self.verify_sizes(size))
         ]
-        total = len(shapes) + len(self.prefill_sizes)
+        shared = [
+            SharedShape(size, bucket)
+            for size in reversed(self.decode_sizes)
+            for bucket in reversed(shared_buckets(size, self._prefill_tokens))
+            if self.max_batch > 1
+        ]
+        total = len(self.prefill_sizes) + len(shapes) + len(shared)
         for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
             self._prefill_replay(PrefillShape(bucket, False), None)
         for num_done, shape in enumerate(shapes, start=len(self.prefill_sizes)):
             progress(f"decoding {shape.batch} requests, {shape.num_tokens} tokens", num_done, total)
             self._decode_replay(shape, None)
+        for num_done, both in enumerate(shared, start=len(self.prefill_sizes) + len(shapes)):
+            progress(f"decoding {both.batch} requests beside {both.bucket[0]} tokens of prompts", num_done, total)
+            self._shared_replay(both)
         if adjustments is not None:
             for bucket in reversed(self.prefill_sizes):
                 self._prefill_replay(PrefillShape(bucket, True), adjustments)
@@ -117,7 +137,7 @@ class CapturedSteps:
                 for num_tokens in {size, self.most_tokens(size)}:
                     self._decode_replay(DecodeShape(size, num_tokens, True), adjustments)
         progress("ready", total, total)
-        num_graphs = (1 if self.step.drafting is None else 2) * len(self.prefills) + len(self.decodes)
+        num_graphs = (1 if self.step.drafting is None else 2) * len(self.prefills) + len(self.decodes) + len(shared)
         cost = CaptureCost(num_graphs, time.perf_counter() - started, max(0, free - free_bytes(self.device)))
         log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", num_graphs, cost.seconds, cost.num_bytes / 2**30)
         return cost
@@ -140,11 +160,22 @@ class CapturedSteps:
         """Replay a decode step of these rows, padded to a captured size, with a pass of `num_tokens`."""
         size = self.size(len(rows))
         replay = self._decode_replay(DecodeShape(size, num_tokens, adjustments is not None), adjustments)
+        self._send_rows(rows, size)
+        return replay()
+
+    def decode_beside(self, rows: Sequence[int], upload: np.ndarray, bucket: Bucket) -> tuple[PassResult, PassResult]:
+        """Replay a decode step of these rows in one pass with the chunks of an upload buffer; the results of both."""
+        size = self.size(len(rows))
+        replay = self._shared_replay(SharedShape(size, bucket))
+        self._send_rows(rows, size)
+        self._transfers.send(upload, self._uploads[bucket])
+        return replay()
+
+    def _send_rows(self, rows: Sequence[int], size: int) -> None:
         padded = [*rows, *[self._padding_row] * (size - len(rows))]
         if padded != self._rows:
             self._transfers.send(np.array(padded, np.int64), self._row_tensors[size])
             self._rows = padded
-        return replay()
 
     def forget_rows(self) -> None:
         """Upload the rows again before the next decode step."""
@@ -235,21 +266,29 @@ class CapturedSteps:
     def _decode_replay(self, shape: DecodeShape, adjustments: Adjustments | None) -> Callable[[], PassResult]:
         """The replay of a decode step; captures it if it is new."""
         if shape not in self.decodes:
-            rows = self._row_tensors.setdefault(
-                shape.batch, torch.empty(shape.batch, dtype=torch.long, device=self.device)
-            )
-            rows.fill_(self._padding_row)  # the warm-up runs the step, and must not touch a request's row
-            self.forget_rows()
+            rows = self._padding_rows(shape.batch)
             step = self.plain_step if shape.num_tokens == shape.batch else self.step
             self.decodes[shape] = capture(lambda: step.decode(rows, adjustments, shape.num_tokens), self._pool)
         return self.decodes[shape]
 
+    def _padding_rows(self, batch: int) -> Tensor:
+        """The rows of a decode step: the warm-up runs it, and must not touch a request's row."""
+        rows = self._row_tensors.setdefault(batch, torch.empty(batch, dtype=torch.long, device=self.device))
+        self.forget_rows()
+        return rows.fill_(self._padding_row)
+
+    def _shared_replay(self, shape: SharedShape) -> Callable[[], tuple[PassResult, PassResult]]:
+        """The replay of a decode step and chunks in one pass; captures it if it is new."""
+        if shape not in self.shared:
+            rows, chunks = self._padding_rows(shape.batch), self._padding_chunks(shape.bucket)
+            num_tokens = shared_size(self.verify_sizes(shape.batch))
+            self.shared[shape] = capture(lambda: self._shared.run(rows, chunks, num_tokens), self._pool)
+        return self.shared[shape]
+
     def _prefill_replay(self, shape: PrefillShape, adjustments: Adjustments | None) -> PrefillReplay:
         """The replay of a prefill pass; captures it if it is new. The second half reads what the first one left."""
         if shape not in self.prefills:
-            upload = self._uploads.setdefault(shape.bucket, self._empty_upload(shape.bucket))
-            upload.copy_(self._empty_upload(shape.bucket))
-            chunks = chunk_views(upload, *shape.bucket)
+            chunks = self._padding_chunks(shape.bucket)
             run = capture(lambda: self._prefill.run(chunks, adjustments), self._pool)
             prefilled = run()
             draft = None
@@ -258,5 +297,8 @@ class CapturedSteps:
             self.prefills[shape] = PrefillReplay(run, draft)
         return self.prefills[shape]
 
-    def _empty_upload(self, bucket: Bucket) -> Tensor:
-        return torch.from_numpy(fill_upload((), self._padding_row, *bucket)).to(self.device)
+    def _padding_chunks(self, bucket: Bucket) -> Chunks:
+        """The chunks in the upload buffer of a bucket, without any of a request."""
+        empty = torch.from_numpy(fill_upload((), self._padding_row, *bucket)).to(self.device)
+        upload = self._uploads.setdefault(bucket, torch.empty_like(empty))
+        return chunk_views(upload.copy_(empty), *bucket)

@@ -23,7 +23,7 @@ from peagle.drafter.model import Attend, Drafter
 from peagle.drafter.paged import PagedAttend
 from peagle.drafter.pair_head import PairHead
 from peagle.drafter.slots import PADDING, Slots, batch_serving_slots, packed_serving_slots, slot_inputs
-from peagle.kernels.attention import WASTE_PAGE, PagedRows, on_host
+from peagle.kernels.attention import WASTE_PAGE, PagedRows, joined, on_host
 from peagle.kernels.candidate_tree import CandidateTree, grow_tree
 from peagle.kernels.compiler import Compile
 from peagle.kernels.likeliest import likeliest
@@ -86,6 +86,7 @@ class Drafting:
         self._run_accepted_slots = compile(self._accepted_slots)
         self._run_decode_slots = compile(self._decode_slots)
         self._run_prompt_slots = compile(self._prompt_slots)
+        self._run_join = compile(_join)
         self._run_choose = compile(self._choose)
         self._run_store = compile(self._store)
 
@@ -132,10 +133,30 @@ class Drafting:
     def after_prefill(self, chunks: Chunks, layout: ChunkLayout, first: FirstTokens, aux_NA: Tensor) -> None:
         """Fill the drafter's KV cache for the chunks, and draft behind those that end their sequence."""
         slots = self._run_prompt_slots(chunks, layout.index_N, layout.end_C, first.next_C1, self._run_fuse(aux_NA))
-        # Drafts behind a chunk that does not end its sequence are discarded.
-        table_CP = layout.paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)
-        draft = self._draft(slots, table_CP, layout.end_C - 1)
+        draft = self._draft(slots, _table_of_last(chunks, layout), layout.end_C - 1)
         self._run_store(first.rows_C, first.next_C1, draft.tokens_BKW, draft.logprob_BKX)
+
+    def after_shared(
+        self,
+        rows_B: Tensor,
+        batch: VerifyBatch,
+        accepted: Accepted,
+        chunks: Chunks,
+        layout: ChunkLayout,
+        first: FirstTokens,
+        aux: Tensor,
+    ) -> None:
+        """Both of the above in one pass, after one of the target. `aux` has the tokens of the decode step first."""
+        fused, size = self._run_fuse(aux), len(batch.token_ids_N)
+        table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
+        slots = self._run_join(
+            self._run_accepted_slots(table_BP, first_anchor_B, accepted, fused[:size]),
+            self._run_prompt_slots(chunks, layout.index_N, layout.end_C, first.next_C1, fused[size:]),
+        )
+        table = torch.cat([table_BP, _table_of_last(chunks, layout)])
+        draft = self._draft(slots, table, torch.cat([first_anchor_B + accepted.num_accepted_B, layout.end_C - 1]))
+        rows, next_ids = torch.cat([rows_B, first.rows_C]), torch.cat([accepted.next_B1, first.next_C1])
+        self._run_store(rows, next_ids, draft.tokens_BKW, draft.logprob_BKX)
 
     def _draft(self, batch: DrafterBatch, table_BP: Tensor, last_anchor_B: Tensor) -> Draft:
         """Run the slots of the new anchors, and draft from the last anchor of each request."""
@@ -270,3 +291,21 @@ class Drafting:
                 table.index_copy_(0, rows_B, new_BL)
         state.tokens.index_copy_(0, rows_B, torch.cat([next_B1, drafts_BM], dim=1))
         state.confidence.index_copy_(0, rows_B, tree.score_BM)
+
+
+def _join(first: DrafterBatch, second: DrafterBatch) -> DrafterBatch:
+    """The slots of both."""
+    num_slots = len(first.paged_rows.cell_N)
+    cos, sin = (torch.cat(pair, dim=1) for pair in zip(first.rotary, second.rotary, strict=True))
+    return DrafterBatch(
+        joined(first.paged_rows, second.paged_rows),
+        torch.cat([first.fused_1ND, second.fused_1ND], dim=1),
+        torch.cat([first.embedding_1ND, second.embedding_1ND], dim=1),
+        (cos, sin),
+        torch.cat([first.last_B, second.last_B + num_slots]),
+    )
+
+
+def _table_of_last(chunks: Chunks, layout: ChunkLayout) -> Tensor:
+    """The page tables of the chunks that end their sequence. Drafts behind other chunks are discarded."""
+    return layout.paged_rows.page_table_BP.masked_fill((chunks.is_last_C == 0)[:, None], WASTE_PAGE)

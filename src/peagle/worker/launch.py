@@ -128,6 +128,8 @@ class Launch:
     started: Any = None
     has_first: Any = None
     """CUDA event: the device has the first tokens of the prompts; None if they come with the rest"""
+    is_shared: bool = False
+    """whether prompts and decode step were one pass: then all tokens come together"""
     scores: list[PromptScores] = field(default_factory=list)
     """log-probabilities of prompts"""
     rest: Callable[[], None] | None = None
@@ -142,7 +144,7 @@ class Launch:
 
         `collect` then returns the others. A grammar needs the drafts behind its first token, so it waits for them.
         """
-        first = [each for each in self.passes if not each.is_decode and each.requests]
+        first = [each for each in self.passes if not each.is_decode and each.requests and not self.is_shared]
         first = [each for each in first if all(request.guide is None for request in each.requests)]
         if self.has_first is not None and (first or self.scores):
             self.has_first.synchronize()

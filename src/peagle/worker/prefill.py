@@ -57,7 +57,7 @@ class Prefill:
 
         `scored_S` are tokens, among the N, whose logits are returned too.
         """
-        layout: ChunkLayout = self._run_lay_out(chunks)
+        layout = self.lay_out(chunks)
         last_C = layout.last_C
         logits_RV, aux_NA = self.target.forward(
             chunks.token_ids_N,
@@ -67,14 +67,29 @@ class Prefill:
             last_C if scored_S is None else torch.cat([last_C, scored_S]),
             has_aux=self.drafting is not None,
         )
-        logits_CV = logits_RV[: len(last_C)]
+        return self.emit(chunks, layout, logits_RV, aux_NA, adjustments)
+
+    def lay_out(self, chunks: Chunks) -> ChunkLayout:
+        layout: ChunkLayout = self._run_lay_out(chunks)
+        return layout
+
+    def emit(
+        self,
+        chunks: Chunks,
+        layout: ChunkLayout,
+        logits_RV: Tensor,
+        aux_NA: Tensor | None,
+        adjustments: Adjustments | None = None,
+    ) -> Prefilled:
+        """Choose the first tokens, once the target ran. Logits behind those of the chunks are of scored tokens."""
+        last_C = layout.last_C
+        logits_CV, scored_logits_SV = logits_RV[: len(last_C)], logits_RV[len(last_C) :]
         first: FirstTokens
         if adjustments is None:
             first = self._run_first_tokens(chunks, layout.end_C, logits_CV)
         else:
             first = self._run_first_tokens_adjusted(chunks, layout.end_C, logits_CV, adjustments)
         place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
-        scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
         if self.drafting is None:
             self.state.tokens.index_copy_(0, first.rows_C, first.next_C1)
         result = PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)

@@ -20,7 +20,7 @@ from peagle.checkpoint.replacement import Replacement
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
-from peagle.scheduling.config import EngineConfig, verify_sizes
+from peagle.scheduling.config import EngineConfig, shared_buckets, verify_sizes
 from peagle.scheduling.draft_budget import TRIAL_STEPS, Choice, DraftBudget, DraftCurve
 from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
@@ -32,11 +32,12 @@ from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.drafting import Drafting
 from peagle.worker.graphs import CaptureCost, CaptureError, compile_once
 from peagle.worker.kv_cache import make_kv_cache
-from peagle.worker.launch import Launch, Pass
+from peagle.worker.launch import Launch, Pass, PassResult
 from peagle.worker.linear_layers import join_models, pack_models, repack
 from peagle.worker.logprobs import LaunchLogprobs, scored_tokens
 from peagle.worker.prefill import Prefill
 from peagle.worker.row_state import RowState
+from peagle.worker.shared_pass import SharedPass
 from peagle.worker.step import Step, run_eagerly
 from peagle.worker.step_costs import measure_step_costs
 from peagle.worker.transfers import Transfers
@@ -117,7 +118,7 @@ class Runner:
         if "kv_cache" in self.__dict__:
             self.kv_cache.target_memory.free()
             self.kv_cache.drafter_memory.free()
-        for name in ("kv_cache", "step", "plain_step", "prefill", "captured", "uploads"):
+        for name in ("kv_cache", "step", "plain_step", "prefill", "shared_pass", "captured", "uploads"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -155,6 +156,7 @@ class Runner:
             self.step,
             self.plain_step,
             self.prefill,
+            self.shared_pass,
             self.max_batch,
             self.config.prefill_tokens,
             self._transfers,
@@ -186,16 +188,44 @@ class Runner:
         with self._inference():
             self.uploads.send(plan)
             launch.started = self._event()
+            choice = self._choose(plan.decodes, False) if plan.shares_pass else None
+            if choice is not None and (self.drafter is None or choice.num_drafting):
+                self._share(plan, launch, choice)
+                launch.done = self._event()
+                return launch
             started = time.perf_counter()
             draft = self._prefill(plan, launch) if plan.chunks else None
             launch.prefill_seconds = time.perf_counter() - started
             launch.has_first = self._event()
-        launch.rest = partial(self._finish, launch, plan, draft)
+        launch.rest = partial(self._finish, launch, plan, draft, choice)
         if self.is_asynchronous:
             launch.finish()
         return launch
 
-    def _finish(self, launch: Launch, plan: Plan, draft: Callable[[], None] | None) -> None:
+    def _share(self, plan: Plan, launch: Launch, choice: Choice) -> None:
+        """Run the decode step and the chunks as one pass."""
+        rows = [cast(int, request.row) for request in plan.decodes]
+        bucket = next(
+            (tokens, chunks)
+            for tokens, chunks in shared_buckets(len(rows), self.config.prefill_tokens)
+            if plan.num_prompt_tokens <= tokens and len(plan.chunks) < chunks
+        )
+        upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
+        if self.captured is not None:
+            decoded, prefilled = self.captured.decode_beside(rows, upload, bucket)
+        else:
+            chunks = chunk_views(torch.from_numpy(upload).to(self.device), *bucket)
+            decoded, prefilled = self.shared_pass.run(torch.tensor(rows, device=self.device), chunks)
+        logprobs = LaunchLogprobs()
+        first = self._prefilled(plan, prefilled, logprobs)
+        logprobs.fetch(self._transfers)
+        # The size was not chosen, so the budget does not learn from it what to expect.
+        launch.passes += [first, self._decoded(plan.decodes, decoded, choice._replace(num_expected=None))]
+        launch.is_shared = True
+
+    def _finish(
+        self, launch: Launch, plan: Plan, draft: Callable[[], None] | None, choice: Choice | None = None
+    ) -> None:
         """Draft behind the first tokens, and run the decode step."""
         with self._inference():
             if draft is not None:
@@ -207,7 +237,7 @@ class Runner:
             # A request may have ended with its first token.
             decodes = [request for request in plan.decodes if request.is_running]
             if decodes:
-                launch.passes.append(self._decode(decodes))
+                launch.passes.append(self._decode(decodes, choice))
             launch.done = self._event()
 
     def _inference(self) -> AbstractContextManager[Any]:
@@ -228,8 +258,7 @@ class Runner:
         if self.captured is not None:
             bucket = self.captured.bucket(*bucket)
         upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
-        last = [(line, chunk.request) for line, chunk in enumerate(plan.chunks) if chunk.is_last]
-        adjustments = self._adjustments_for([request for _, request in last])
+        adjustments = self._adjustments_for([chunk.request for chunk in plan.chunks if chunk.is_last])
         scored = scored_tokens(plan)
         if self.captured is not None and not scored:
             result, draft = self.captured.prefill(upload, bucket, adjustments)
@@ -239,28 +268,36 @@ class Runner:
             scored_S = torch.tensor(places, device=self.device) if scored else None
             prefilled = self.prefill.run(chunks, adjustments, scored_S)
             result, draft = prefilled.result, partial(self.prefill.draft, prefilled)
-        emitted = self._transfers.fetch(result.emitted_BE[: len(plan.chunks)])
-        requests = [request for _, request in last]
-        made = Pass(requests, [request.epoch for request in requests], emitted, [line for line, _ in last], False)
         logprobs = LaunchLogprobs()
-        made.add_logprobs(result, logprobs)
+        made = self._prefilled(plan, result, logprobs)
         launch.scores = made.scores(result, logprobs, scored)
         logprobs.fetch(self._transfers)
         launch.passes.append(made)
         return draft
 
-    def _decode(self, requests: Sequence[Request]) -> Pass:
+    def _prefilled(self, plan: Plan, result: PassResult, logprobs: LaunchLogprobs) -> Pass:
+        """The first tokens of the requests whose last chunk ran; the caller fetches `logprobs`."""
+        last = [(line, chunk.request) for line, chunk in enumerate(plan.chunks) if chunk.is_last]
+        emitted, requests = self._transfers.fetch(result.emitted_BE[: len(plan.chunks)]), [each for _, each in last]
+        made = Pass(requests, [request.epoch for request in requests], emitted, [line for line, _ in last], False)
+        made.add_logprobs(result, logprobs)
+        return made
+
+    def _decode(self, requests: Sequence[Request], choice: Choice | None) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
-        choice = self._choose(requests, adjustments is not None)
+        choice = choice or self._choose(requests, adjustments is not None)
         if self.captured is not None:
             result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
             step = self.plain_step if choice.num_tokens == len(rows) else self.step
             result = step.decode(torch.tensor(rows, device=self.device), adjustments, choice.num_tokens)
-        emitted = self._transfers.fetch(result.emitted_BE[: len(rows)])
+        return self._decoded(requests, result, choice)
+
+    def _decoded(self, requests: Sequence[Request], result: PassResult, choice: Choice) -> Pass:
+        emitted = self._transfers.fetch(result.emitted_BE[: len(requests)])
         epochs = [request.epoch for request in requests]
-        made = Pass(list(requests), epochs, emitted, list(range(len(rows))), True)
+        made = Pass(list(requests), epochs, emitted, list(range(len(requests))), True)
         if self.budget is not None and result.curve_2T is not None:
             made.choice, made.curve = choice, self._transfers.fetch(result.curve_2T)
         logprobs = LaunchLogprobs()
@@ -280,7 +317,7 @@ class Runner:
             return Choice(size * num_places, len(drafting))
         if self.budget is None:
             most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
-            return Choice(self._fewest_tokens(requests, most))
+            return Choice(self._fewest_tokens(requests, most), len(drafting))
         num_paused = sum(request.is_paused for request in requests)
         on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
         known = self._known_drafts(drafting)
@@ -363,6 +400,7 @@ class Runner:
         self.prefill = Prefill(self.paged_target, drafting, *shared)
         assumed = config.assumed_acceptance if drafting is not None else ()
         self.step = self.plain_step = Step(self.paged_target, drafting, *shared, assumed)
+        self.shared_pass = SharedPass(self.step, self.prefill, compile)
         if drafting is not None:
             self.plain_step = Step(self.paged_target, None, self.state.without_drafts(), *shared[1:])
 

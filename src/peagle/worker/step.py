@@ -96,14 +96,18 @@ class Step:
         """
         verified = self.verify(rows_B, adjustments, num_tokens)
         self.draft(rows_B, verified)
+        return self.with_curve(rows_B, verified.result)
+
+    def with_curve(self, rows_B: Tensor, result: PassResult) -> PassResult:
+        """The result with the new drafts by probability, if there is a drafter."""
         if self.drafting is None:
-            return verified.result
-        return verified.result._replace(curve_2T=self._run_curve(self.state.confidence, rows_B))
+            return result
+        return result._replace(curve_2T=self._run_curve(self.state.confidence, rows_B))
 
     # First half: verify, accept, commit -------------------------------------------------------------------------------
 
     def verify(self, rows_B: Tensor, adjustments: Adjustments | None = None, num_tokens: int | None = None) -> Verified:
-        batch = self._verify_batch(rows_B, None if adjustments is not None else num_tokens)
+        batch = self.verify_batch(rows_B, None if adjustments is not None else num_tokens)
         logits_NV, aux_NA = self.target.forward(
             batch.token_ids_N,
             batch.position_N,
@@ -112,6 +116,17 @@ class Step:
             None,
             has_aux=self.drafting is not None,
         )
+        return self.accept(rows_B, batch, logits_NV, aux_NA, adjustments)
+
+    def accept(
+        self,
+        rows_B: Tensor,
+        batch: VerifyBatch,
+        logits_NV: Tensor,
+        aux_NA: Tensor | None,
+        adjustments: Adjustments | None = None,
+    ) -> Verified:
+        """Accept and commit, once the target ran."""
         accepted: Accepted
         if adjustments is None:
             accepted = self._run_accept(rows_B, batch, logits_NV)
@@ -121,7 +136,7 @@ class Step:
             self.memory.move(*self._run_moves(batch, accepted))
         return Verified(PassResult(accepted.emitted_BE, logits_NV, accepted.place_BD), batch, accepted, aux_NA)
 
-    def _verify_batch(self, rows_B: Tensor, num_tokens: int | None) -> VerifyBatch:
+    def verify_batch(self, rows_B: Tensor, num_tokens: int | None) -> VerifyBatch:
         batch: VerifyBatch
         if num_tokens is None or num_tokens >= len(rows_B) * self.state.tokens.shape[1]:
             batch = self._run_all_drafts(self.state, rows_B, self.page_size, self.max_position)
