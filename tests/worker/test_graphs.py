@@ -1,8 +1,10 @@
 """Compiling parts of a step: what the compiler cannot do must not end the engine."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from harness.model_families import family_target
 from peagle.kernels.attention import PagedRows
 from peagle.targets.paged import PagedTarget
+from peagle.worker import graphs
 from peagle.worker.graphs import compile_once
 
 REASON = "Dynamic shape on reduction dimension is not supported"
@@ -85,3 +88,19 @@ def test_an_error_of_the_function_itself_is_not_taken_for_the_compilers(
 
     with pytest.raises(ValueError, match="mine"):
         compile_once(fail)(torch.zeros(2))
+
+
+def test_compiled_code_is_kept_in_the_cache_unless_the_user_chose_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEAGLE_CACHE", str(tmp_path))
+    for before, kept in (
+        (None, str(tmp_path / "compiled")),
+        (graphs.default_cache_dir(), str(tmp_path / "compiled")),
+        ("/elsewhere", "/elsewhere"),
+    ):
+        monkeypatch.delenv(graphs.COMPILED_VARIABLE, raising=False)
+        if before is not None:
+            monkeypatch.setenv(graphs.COMPILED_VARIABLE, before)
+        graphs.keep_compiled_code()
+        assert os.environ[graphs.COMPILED_VARIABLE] == kept

@@ -1,6 +1,7 @@
 """Compiling parts of a step, and capturing whole steps as CUDA graphs."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from peagle.cache import cache_directory
 from peagle.experts import top_k
 from peagle.experts.top_k import use_top_k
 from peagle.kernels.compiler import compiled
@@ -18,6 +21,8 @@ from peagle.linears import skinny_linear
 from peagle.linears.skinny_linear import join_sums, use_skinny_products
 
 T = TypeVar("T")
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +67,15 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
                 ways.pop(0)
 
     return run
+
+
+def keep_compiled_code() -> None:
+    """Keep what the compiler makes across restarts, unless the user chose a directory for it.
+
+    Importing the compiler sets the variable to a directory in /tmp.
+    """
+    if os.environ.get(COMPILED_VARIABLE) in (None, default_cache_dir()):
+        os.environ[COMPILED_VARIABLE] = str(cache_directory() / "compiled")
 
 
 class UseKernels(CustomGraphPass):

@@ -6,7 +6,6 @@ the host reads the results of one launch while the next one runs. On a CPU `laun
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from typing import Any, cast
 
 import torch
 
-from peagle.cache import cache_directory
 from peagle.checkpoint.replacement import Replacement
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
@@ -30,7 +28,7 @@ from peagle.worker.adjustments import Adjustments
 from peagle.worker.captured_steps import CapturedSteps, Progress, StepTimes
 from peagle.worker.chunks import chunk_views, fill_upload
 from peagle.worker.drafting import Drafting
-from peagle.worker.graphs import CaptureCost, CaptureError, compile_once
+from peagle.worker.graphs import CaptureCost, CaptureError, compile_once, keep_compiled_code
 from peagle.worker.kv_cache import make_kv_cache
 from peagle.worker.launch import Launch, Pass, PassResult
 from peagle.worker.linear_layers import join_models, pack_models, repack
@@ -75,8 +73,7 @@ class Runner:
         is_gpu = self.is_asynchronous = self.device.type == "cuda"
         compile: Compile | None = compile_once if is_gpu and not config.eager else None
         if compile is not None:
-            # Keep compiled code across restarts.
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "compiled"))
+            keep_compiled_code()
         self._restore: list[Callable[[], object]] = []
         try:
             if is_gpu:
