@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels.attention import WASTE_PAGE, PagedRows
+from peagle.kernels.adjust import Places
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
 from peagle.worker.adjustments import Adjustments
@@ -116,8 +117,9 @@ class Prefill:
     def _first_tokens_adjusted(
         self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor, adjustments: Adjustments
     ) -> FirstTokens:
-        no_drafts_C0, root_C1 = chunks.row_C.new_empty(len(end_C), 0), torch.ones_like(end_C)[:, None]
-        adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C[:, None], root_C1)
+        no_drafts_C0, root_C = end_C.new_empty(len(end_C), 0), torch.zeros_like(end_C)
+        places = Places(chunks.row_C, end_C, no_drafts_C0, root_C + 1)
+        adjusted_CV = adjustments.apply(logits_CV, places, root_C)
         first = self._first_tokens(chunks, end_C, adjusted_CV)
         adjustments.count(first.rows_C, first.next_C1, first.emitted_C4[:, 0])
         return first
