@@ -340,11 +340,11 @@ class Engine:
         if emission.logprobs is not None:
             completion.logprobs += emission.logprobs[:num_kept]
         self.scheduler.commit(request, kept)
-        if request.guide is not None and emission.draft_ids is not None:
+        if request.guide is not None and emission.drafts is not None:
             request.guide.advance(kept)
             if finish_reason == "stop" and request.guide.has_failed:
                 finish_reason = "length"  # the answer was cut, not ended
-            request.draft_ids, request.draft_parents = emission.draft_ids, emission.draft_parents
+            request.drafts = emission.drafts
         completion.texts += texts
         output = self._finish(completion, finish_reason) if finish_reason is not None else None
         completion.notify(emission, kept, texts, None if output is None else output.metrics)

@@ -252,7 +252,7 @@ class Runner:
     def _decode(self, requests: Sequence[Request]) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
-        choice = self._choose(requests, adjustments is not None)
+        choice = self._choose(requests)
         if self.captured is not None:
             result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
@@ -269,17 +269,14 @@ class Runner:
         self._fetch_drafts(made)
         return made
 
-    def _choose(self, requests: Sequence[Request], is_adjusted: bool) -> Choice:
+    def _choose(self, requests: Sequence[Request]) -> Choice:
         """The tokens of the verification pass. Requests whose drafts do not pay are paused."""
         size = len(requests) if self.captured is None else self.captured.size(len(requests))
         drafting = [request for request in requests if request.has_drafts]
         if not drafting:
             return Choice(size)
-        num_places = self.state.tokens.shape[1]
-        if is_adjusted:
-            return Choice(size * num_places, len(drafting))
         if self.budget is None:
-            most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
+            most = max(verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most))
         num_paused = sum(request.is_paused for request in requests)
         on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
@@ -331,8 +328,9 @@ class Runner:
         """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
         for index, request in enumerate(made.requests):
             if request.guide is not None:
-                drafts_2L = torch.stack([self.state.tokens[request.row], self.state.parent[request.row]])
-                made.newest[index] = self._transfers.fetch(drafts_2L)
+                tables = (self.state.tokens[:, 1:], self.state.parent[:, 1:], self.state.confidence)
+                drafts_3M = torch.stack([table[request.row].double() for table in tables])
+                made.drafts[index] = self._transfers.fetch(drafts_3M)
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
