@@ -32,7 +32,9 @@ from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
-CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 110})
+FEW = {"page_size": 4, "verify_tokens": 40}
+"""of 16 requests with 9 drafts each"""
+CELLS = [*mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 110}), ("p-eagle tree", FEW)]
 SCHEMA = {
     "type": "object",
     "properties": {

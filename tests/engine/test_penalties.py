@@ -23,7 +23,9 @@ from peagle.targets.hf import HFTarget
 
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
-CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 60})
+FEW = {"page_size": 4, "verify_tokens": 40}
+"""of 16 requests with 9 drafts each"""
+CELLS = [*mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 60}), ("p-eagle tree", FEW)]
 PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
 
 

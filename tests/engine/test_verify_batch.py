@@ -212,18 +212,32 @@ def test_counts_are_of_the_drafts_that_were_verified(parallel: Drafter, prompts:
     assert sum(stats.accepted_per_position) == sum(update.num_accepted for update in steps)
 
 
-def test_penalties_see_every_draft_whatever_the_limit(parallel: Drafter, prompts: list[list[int]]) -> None:
-    params = [SamplingParams(max_tokens=MAX_TOKENS, frequency_penalty=0.5)] + [
-        SamplingParams(max_tokens=MAX_TOKENS)
-    ] * (len(prompts) - 1)
-    answers = []
-    for limit in ({}, {"verify_tokens": 30}):
-        engine = start(parallel, page_size=4, **limit)
-        try:
-            answers.append([output.outputs[0].token_ids for output in served(engine, prompts, params)[0]])
-        finally:
-            engine.close()
-    assert answers[0] == answers[1]
+def test_a_request_that_adjusts_its_logits_shares_the_limit_of_its_batch(
+    parallel: Drafter, target: HFTarget, prompts: list[list[int]]
+) -> None:
+    """Whoever opted out has one token, as in any other batch."""
+    wishes = ({"frequency_penalty": 0.5}, {"num_draft_tokens": 0}, {})
+    params = [SamplingParams(max_tokens=MAX_TOKENS, **wishes[min(index, 2)]) for index in range(len(prompts))]
+    engine, sizes = start(parallel, page_size=4, verify_tokens=30), list[tuple[int, int]]()
+    forward = engine.runner.step.target.forward
+
+    def recorded(
+        token_ids_N: torch.Tensor, position_N: torch.Tensor, memory: Any, rows: Any, *rest: Any, **has: Any
+    ) -> Any:
+        sizes.append((len(rows.context_B), len(token_ids_N)))
+        return forward(token_ids_N, position_N, memory, rows, *rest, **has)
+
+    engine.runner.step.target.forward = recorded  # type: ignore[method-assign]
+    outputs, heard = served(engine, prompts, params)
+    engine.close()
+    for output, prompt, own in zip(outputs, prompts, params, strict=True):
+        assert output.outputs[0].token_ids == answer(target, prompt, replace(own, num_draft_tokens=None))
+    own = {
+        update.num_drafts for update in heard if update.request_id == outputs[0].request_id and not update.is_prefill
+    }
+    assert own and max(own) <= NUM_DRAFT_TOKENS and min(own) < NUM_DRAFT_TOKENS, "some of its drafts are left out"
+    full = [size for num_requests, size in sizes[1:] if num_requests == len(prompts)]
+    assert full and max(full) <= 30, sizes
 
 
 def test_the_likeliest_drafts_bring_more_than_the_same_number_of_each_request(

@@ -66,7 +66,7 @@ class Guide:
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._num_words]
 
     def plan(self, drafts: Sequence[Draft], max_depth: int, allowed_LW: np.ndarray) -> DraftTree:
-        """The drafts to verify, the likeliest first; writes to row j of `allowed_LW` what may follow node j of the tree.
+        """The drafts to verify, the likeliest first; writes to row j of `allowed_LW` what may follow node j of them.
 
         Drafts that are not allowed go. Where the grammar forces a continuation, it replaces the drafts, and takes the
         places of those that went. A forced token is as likely as what it follows.

@@ -52,9 +52,7 @@ class Places(NamedTuple):
     """bit j is set if draft token j (1, 2, ...) comes before it, as in `CandidateTree`"""
 
 
-def adjust_logits(
-    logits_NV: Tensor, places: Places, edits: Edits, penalties: Penalties, allowed_NW: Tensor
-) -> Tensor:
+def adjust_logits(logits_NV: Tensor, places: Places, edits: Edits, penalties: Penalties, allowed_NW: Tensor) -> Tensor:
     """New float32 logits [N, V]: edits, then repetition, frequency and presence penalties, then the grammar's mask.
 
     Bit v % 32 of word v // 32 of `allowed_NW` (int32) is set if token v is allowed.

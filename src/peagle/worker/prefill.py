@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.kernels.attention import WASTE_PAGE, PagedRows
 from peagle.kernels.adjust import Places
+from peagle.kernels.attention import WASTE_PAGE, PagedRows
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
 from peagle.worker.adjustments import Adjustments
