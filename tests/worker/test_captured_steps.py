@@ -5,6 +5,7 @@ not do (touch rows of requests while it is made, read other tensors than those i
 CUDA graph.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -221,13 +222,18 @@ def test_requests_without_drafts_replay_a_step_without_drafts(
 ) -> None:
     captured = engine.runner.captured
     assert captured is not None
+    serve(engine, range(3))
     if engine.drafter is not None:
+        assert captured.step.drafting is not None
         monkeypatch.setattr(captured.step, "decode", None)  # raises if it is called
+        monkeypatch.setattr(captured.step.drafting, "after_prefill", None)
+        assert (engine.runner.state.confidence[:3] > -math.inf).any(), "earlier requests left drafts in the rows"
     params = SamplingParams(max_tokens=12, num_draft_tokens=0)
     names = [engine.add(prompt, params) for prompt in PROMPTS[:3]]
     outputs: dict[str, RequestOutput] = {}
     while engine.has_work:
         outputs |= {output.request_id: output for output in engine.step()}
+    assert (engine.runner.state.confidence[:3] == -math.inf).all(), "the rows are plain"
     for name, prompt in zip(names, PROMPTS, strict=False):
         steps = decode(target, prompt, params)
         assert outputs[name].outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)

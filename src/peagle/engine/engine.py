@@ -60,7 +60,7 @@ class Engine:
             target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for this target since
         is_gpu = target.device.type == "cuda"
         self.max_length = check_max_length(config, target, is_gpu)
-        limits = SchedulerConfig.of(config, self.max_length, is_gpu, has_drafter=drafter is not None)
+        limits = SchedulerConfig.of(config, self.max_length, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)

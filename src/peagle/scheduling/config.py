@@ -136,15 +136,13 @@ class SchedulerConfig:
     """maximum prompts per plan"""
     max_delay: int = 0
     """plans that a new request waits, at most, to share its prefill pass with others"""
-    has_drafter: bool = False
-    """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_length: int, is_gpu: bool, has_drafter: bool) -> "SchedulerConfig":
+    def of(cls, config: EngineConfig, max_length: int, is_gpu: bool) -> "SchedulerConfig":
         """The limits of an engine. One chunk of a pass is padding."""
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         max_delay = GPU_MAX_DELAY if is_gpu else 0
-        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, has_drafter)
+        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):

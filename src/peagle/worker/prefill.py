@@ -2,7 +2,7 @@
 
 One pass takes chunks of several requests. It fills both KV caches. For a chunk that ends its sequence it leaves the row
 as a decode step does: with a newest token and its drafts. The pass has two halves, so that the first token can leave
-before its drafts are made.
+before its drafts are made. If no request of the pass has drafts, the second half does not run.
 
 Shapes: N tokens, C chunks, S tokens whose logits are kept for prompt_logprobs, V vocabulary.
 """
@@ -76,8 +76,6 @@ class Prefill:
             first = self._run_first_tokens_adjusted(chunks, layout.end_C, logits_CV, adjustments)
         place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
         scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
-        if self.drafting is None:
-            self.state.tokens.index_copy_(0, first.rows_C, first.next_C1)
         result = PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
         return Prefilled(result, chunks, layout, first, aux_NA)
 
@@ -105,11 +103,14 @@ class Prefill:
         return ChunkLayout(index_N, index_N.clamp_max(self.max_position), end_C, last_C, paged_rows)
 
     def _first_tokens(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> FirstTokens:
-        """Choose the token after each chunk, and set the length of the rows whose sequence ends with the chunk."""
+        """Choose the token after each chunk. Leave the rows whose sequence ends with the chunk without drafts."""
         state = self.state
         next_C1 = state.choose(logits_CV, chunks.row_C, end_C)[:, None]
         rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.padding_row)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.padding_row, 0))
+        state.tokens[:, :1].index_copy_(0, rows_C, next_C1)
+        if self.drafting is not None:
+            state.confidence.index_fill_(0, rows_C, float("-inf"))
         zero_C1 = torch.zeros_like(next_C1)
         emitted_C4 = torch.cat([zero_C1 + 1, zero_C1, zero_C1, next_C1], dim=1)
         return FirstTokens(rows_C, next_C1, emitted_C4)

@@ -223,7 +223,7 @@ class Runner:
         return event
 
     def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None] | None:
-        """Run the first half of a prefill pass, and return the second."""
+        """Run the first half of a prefill pass, and return the second; None if no request of it has drafts."""
         bucket = plan.num_prompt_tokens, len(plan.chunks) + 1
         if self.captured is not None:
             bucket = self.captured.bucket(*bucket)
@@ -247,7 +247,7 @@ class Runner:
         launch.scores = made.scores(result, logprobs, scored)
         logprobs.fetch(self._transfers)
         launch.passes.append(made)
-        return draft
+        return draft if any(chunk.request.has_drafts for chunk in plan.chunks) else None
 
     def _decode(self, requests: Sequence[Request]) -> Pass:
         rows = [cast(int, request.row) for request in requests]
