@@ -16,7 +16,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.outputs import Update
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
-from peagle.scheduling.config import verify_sizes
+from peagle.scheduling.config import decode_buckets, prefill_buckets, verify_sizes
 from peagle.scheduling.draft_budget import DraftCurve
 from peagle.targets.hf import HFTarget
 from peagle.worker.row_state import RowState
@@ -127,10 +127,19 @@ def test_rows_are_shared_only_beyond_the_limit() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(batch=st.integers(1, 256), num_drafts=st.integers(0, 62))
-def test_sizes_to_choose_from_have_room_for_a_draft_each_or_none(batch: int, num_drafts: int) -> None:
+def test_sizes_to_choose_from_have_room_for_a_draft_each_for_some_or_for_none(batch: int, num_drafts: int) -> None:
     plain, *others = verify_sizes(batch, num_drafts)
-    assert plain == batch and all(2 * batch <= size <= batch * (num_drafts + 1) for size in others)
-    assert bool(others) == bool(num_drafts)
+    few = [size for size in others if size < 2 * batch]
+    assert plain == batch and all(plain < size <= batch * (num_drafts + 1) for size in others)
+    assert len(few) == (batch >= 32 and num_drafts > 0) and (len(others) > len(few)) == bool(num_drafts)
+
+
+@pytest.mark.parametrize("num_drafts", [7, 31])
+def test_a_pass_for_few_drafting_requests_needs_few_more_graphs(num_drafts: int) -> None:
+    sizes = [verify_sizes(batch, num_drafts) for batch in decode_buckets(256)]
+    num_few = sum(batch < size < 2 * batch for batch, *others in sizes for size in others)
+    num_prefills = 2 * len(prefill_buckets(2048))
+    assert 0 < num_few <= 0.1 * (sum(map(len, sizes)) - num_few + num_prefills)
 
 
 def test_a_curve_tells_what_the_likeliest_drafts_bring() -> None:

@@ -32,6 +32,16 @@ def test_without_any_observation_all_drafts_are_verified() -> None:
     assert DraftBudget({1: DEAR}.__getitem__).choose(1, 1, 1).num_tokens == 5
 
 
+def test_a_pass_has_room_for_the_first_draft_of_each_request() -> None:
+    costs = {64: {64: 1.0, 80: 1.01, 128: 1.5}}
+    found = []
+    for num_drafting in (1, 16, 17, 64):
+        budget = DraftBudget(costs.__getitem__)
+        budget.observe(DraftCurve((1, 31), (0.9, 2.0)), num_requests=1)
+        found.append(budget.choose(batch=64, num_requests=64, num_drafting=num_drafting).num_tokens)
+    assert found == [80, 80, 128, 128]
+
+
 def test_likely_and_cheap_drafts_are_all_verified_and_dear_ones_in_part() -> None:
     assert observed(CHEAP, LIKELY).choose(1, 1, 1).num_tokens == 5
     assert observed(DEAR, LIKELY).choose(1, 1, 1).num_tokens == 2

@@ -13,6 +13,8 @@ VERIFY_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of the verification passes that the engine chooses from."""
 USEFUL_SIZE = 20
 """Tokens per request, on average, beyond which a pass of several requests brings too little to have a graph."""
+MIXED_BATCH = 32
+"""Requests from which a batch has a pass for few drafting requests; in smaller ones it costs as much as the next."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
@@ -96,11 +98,12 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
 def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple[int, ...]:
     """Sizes of the verification passes of a batch with up to `num_drafts` drafts each, to choose from.
 
-    The first is plain decoding. Others have room for at least one draft per request. With a `limit`, as in
-    `EngineConfig.verify_tokens`, there is one of them.
+    The first is plain decoding. Others have room for at least one draft per request, except for one of large batches:
+    it serves the few requests that draft beside many that opted out. With a `limit`, as in
+    `EngineConfig.verify_tokens`, there is one size with drafts.
 
     >>> verify_sizes(1, 31), verify_sizes(8, 31), verify_sizes(256, 31)
-    ((1, 8, 16, 32), (8, 16, 32, 64, 128), (256, 512, 768, 1024))
+    ((1, 8, 16, 32), (8, 16, 32, 64, 128), (256, 320, 512, 768, 1024))
     >>> verify_sizes(8, 0), verify_sizes(8, 16, limit=0), verify_sizes(64, 7, limit=320)
     ((8,), (8, 136), (64, 320))
     """
@@ -109,7 +112,8 @@ def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple
         return tuple(sorted({batch, min(most, max(limit, 2 * batch)) if limit else most}))
     useful = [size for size in VERIFY_SIZES if size <= max(VERIFY_SIZES[3], USEFUL_SIZE * batch)]
     between = (size for size in useful if 2 * batch <= size <= 0.8 * most)
-    return tuple(sorted({batch, *between, min(most, max(2 * batch, useful[-1]))}))
+    few = {batch + batch // 4} if batch >= MIXED_BATCH and num_drafts else set()
+    return tuple(sorted({batch, *few, *between, min(most, max(2 * batch, useful[-1]))}))
 
 
 def prefill_buckets(prefill_tokens: int) -> tuple[tuple[int, int], ...]:

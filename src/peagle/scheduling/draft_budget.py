@@ -180,7 +180,8 @@ class DraftBudget:
         average = drafts if self._average is None else self._average.scaled(num_drafting)
         if average is None:
             return Choice(max(seconds), num_drafting)
-        sizes = [size for size in seconds if size > batch]
+        # Each drafting request has its first draft verified.
+        sizes = [size for size in seconds if size - batch >= num_drafting]
 
         def rate_of(size: int, curve: DraftCurve) -> float:
             return (num_requests + self.honesty * curve.expected(size - batch)) / seconds[size]
