@@ -68,7 +68,8 @@ class EngineConfig(EngineOptions):
     """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
     each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
-    """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
+    """capture CUDA graphs for penalties, biases and grammars at start: per batch size those with no and most drafts.
+    The others, and without this all, are captured when a request first needs them"""
     assumed_acceptance: tuple[float, ...] = ()
     """for measurements with random weights: accept the draft at each depth of a chain in this share of the steps,
     whatever the target says"""

@@ -76,6 +76,9 @@ class Prefill:
             first = self._run_first_tokens_adjusted(chunks, layout.end_C, logits_CV, adjustments)
         place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
         scored_logits_SV = None if scored_S is None else logits_RV[len(last_C) :]
+        # Plain rows, until `draft` runs.
+        self.state.tokens[:, :1].index_copy_(0, first.rows_C, first.next_C1)
+        self.state.confidence.index_fill_(0, first.rows_C, float("-inf"))
         result = PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
         return Prefilled(result, chunks, layout, first, aux_NA)
 
@@ -103,14 +106,11 @@ class Prefill:
         return ChunkLayout(index_N, index_N.clamp_max(self.max_position), end_C, last_C, paged_rows)
 
     def _first_tokens(self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor) -> FirstTokens:
-        """Choose the token after each chunk. Leave the rows whose sequence ends with the chunk without drafts."""
+        """Choose the token after each chunk, and set the length of the rows whose sequence ends with the chunk."""
         state = self.state
         next_C1 = state.choose(logits_CV, chunks.row_C, end_C)[:, None]
         rows_C = chunks.row_C.masked_fill(chunks.is_last_C == 0, state.padding_row)
         state.length.index_copy_(0, rows_C, end_C.masked_fill(rows_C == state.padding_row, 0))
-        state.tokens[:, :1].index_copy_(0, rows_C, next_C1)
-        if self.drafting is not None:
-            state.confidence.index_fill_(0, rows_C, float("-inf"))
         zero_C1 = torch.zeros_like(next_C1)
         emitted_C4 = torch.cat([zero_C1 + 1, zero_C1, zero_C1, next_C1], dim=1)
         return FirstTokens(rows_C, next_C1, emitted_C4)
