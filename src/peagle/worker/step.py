@@ -14,8 +14,8 @@ chain is a tree without branches. One step:
 The step leaves the newest token and its drafts in the row, so the next step can start without the host. Decoding
 without a drafter is the same with K = 0. `prefill.py` puts new requests into this state.
 
-All shapes depend on B, M, K and N alone, so each B and N is one CUDA graph. A batch with a request that adjusts its logits or
-tolerates drafts (`Adjustments`), and a batch without drafts, have graphs of their own.
+All shapes depend on B, M, K and N alone, so each B and N is one CUDA graph. A batch with a request that adjusts its
+logits or tolerates drafts (`Adjustments`), and a batch without drafts, have graphs of their own.
 
 Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D + 3, N tokens of the verification
 pass, V vocabulary, A width of the concatenated hidden states (aux) of the target.
