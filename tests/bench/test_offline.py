@@ -182,13 +182,13 @@ def test_an_answer_of_one_token_has_no_time_per_output_token():
     assert result.step is None, "no step was undisturbed"
 
 
-def test_the_warm_up_times_undisturbed_steps_and_reads_prompts_backwards():
+def test_the_warm_up_times_undisturbed_steps_and_leaves_the_prefix_cache_of_the_prompts_empty():
     llm = StandIn(device_times=SimpleNamespace(step=0.45, verify=0.3, draft=0.15), busy=0.9)
     split = warm_up(llm, PROMPTS, SamplingParams(max_tokens=256), 4, llm.clock)
     found = (split.wall, split.device, split.verify, split.draft)
     assert found == pytest.approx((1.0, 0.9, 0.6, 0.3)), "the device's own time, in the measured shares"
     assert split.host_gap == pytest.approx(0.1)
-    assert llm.prompts == [[3, 2, 1], [5, 4], [9, 8, 7, 6], [3, 2, 1]]
+    assert llm.prompts == [[2, 3], [5], [7, 8, 9], [2, 3]]
     assert llm.num_output_tokens == 4 * 64
 
 

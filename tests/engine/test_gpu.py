@@ -148,8 +148,9 @@ def test_penalties_and_grammars_in_captured_steps_are_those_of_the_reference_dec
     ]
     expected = answers(target, drafter, 4, params)
     target.model.to("cuda")
-    for own, num_drafts in ((None, None), (twin(drafter, target), 4)):
-        settings = {"num_pages": 160, "capture_adjusted": capture_adjusted, **SMALL}
+    few: dict[str, Any] = {"tree_nodes": 9, "verify_tokens": 20}
+    for own, num_drafts, limit in ((None, None, {}), (twin(drafter, target), 4, {}), (twin(drafter, target), 4, few)):
+        settings = {"num_pages": 160, "capture_adjusted": capture_adjusted, **SMALL, **limit}
         with LLM(target, own, num_drafts, **settings) as llm:
             outputs = llm.generate(PROMPTS, params)
             again = llm.generate(PROMPTS[::-1], params[::-1])

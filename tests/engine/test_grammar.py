@@ -1,6 +1,7 @@
 """Answers by a grammar: they keep to it, equal the reference decoder's, and drafts that it prescribes are accepted."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from harness.engine_runs import (
 )
 from harness.model_families import family_target
 from harness.tiny_models import tiny_tokenizer
-from peagle.decoding.grammar import make_guide
+from peagle.decoding.grammar import Draft, make_guide
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -31,7 +32,9 @@ from peagle.sampling_params import Grammar, SamplingParams
 from peagle.targets.hf import HFTarget
 
 TIGHT = {"page_size": 4, "max_length": 110, "num_pages": 36, "prefill_tokens": 16}
-CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 110})
+FEW = {"page_size": 4, "verify_tokens": 40}
+"""of 16 requests with 9 drafts each"""
+CELLS = [*mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 110}), ("p-eagle tree", FEW)]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -249,7 +252,7 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
     for length in range(len(text)):
         allowed_LW = np.empty((NUM_DRAFT_TOKENS + 1, -(-target.vocab_size // 32)), np.int32)
         proposed = [*text, 2, 2, 2, 2, 2][length : length + NUM_DRAFT_TOKENS]
-        drafts = guide.plan(proposed, range(len(proposed)), NUM_DRAFT_TOKENS, allowed_LW).token_ids
+        drafts = guide.plan(chain(proposed), NUM_DRAFT_TOKENS, allowed_LW).token_ids
         for row in range(len(drafts) + 1):
             wanted = fresh.allowed_after([*text[:length], *drafts[:row]])
             found = np.unpackbits(allowed_LW[row].view(np.uint8), bitorder="little").astype(bool)
@@ -257,7 +260,11 @@ def test_a_plan_of_a_guide_allows_row_by_row_what_a_guide_that_starts_anew_allow
             if row < len(drafts) and not found[drafts[row]]:
                 break
         guide.advance([text[length]])
-    assert guide.plan([9, 9], [0, 1], 2, allowed_LW[:3]).token_ids == [2], "only the end is left"
+    assert guide.plan(chain([9, 9]), 2, allowed_LW[:3]).token_ids == [2], "only the end is left"
+
+
+def chain(token_ids: list[int]) -> list[Draft]:
+    return [(token, place, -0.5 * (place + 1)) for place, token in enumerate(token_ids)]
 
 
 def test_what_a_grammar_forces_goes_into_the_tree_and_takes_the_place_of_what_it_forbids(target: HFTarget) -> None:
@@ -266,7 +273,8 @@ def test_what_a_grammar_forces_goes_into_the_tree_and_takes_the_place_of_what_it
     yes, no, other = encode("yes"), encode("no, never"), encode("z")[0]
     allowed_LW = np.empty((10, -(-target.vocab_size // 32)), np.int32)
     # Both choices, and a third thing with a child of its own.
-    tree = guide.plan([no[0], other, yes[0], other, other], [0, 0, 0, 2, 1], 8, allowed_LW)
+    drafts = [(no[0], 0, -0.5), (other, 0, -1.0), (yes[0], 0, -1.5), (other, 2, -2.0), (other, 1, -2.5)]
+    tree = guide.plan(drafts, 8, allowed_LW)
     assert len(tree) == 5
     assert {tree.token_ids[node - 1] for node in tree.children(0)} == {no[0], yes[0]}, "the third is not allowed"
     first = tree.child(0, no[0])
@@ -275,7 +283,30 @@ def test_what_a_grammar_forces_goes_into_the_tree_and_takes_the_place_of_what_it
         found = np.unpackbits(allowed_LW[node].view(np.uint8), bitorder="little").astype(bool)
         wanted = make_guide(target, Grammar("choice", ("yes", "no, never"))).allowed_after(tree.tokens(tree.path(node)))
         assert found.all() if wanted is None else (found == wanted).all(), node
-    assert not guide.plan([no[0]], [0], 0, allowed_LW), "a request without drafts gets none"
+    assert not guide.plan([(no[0], 0, -0.5)], 0, allowed_LW), "a request without drafts gets none"
+    nothing = [(no[0], 0, -math.inf)] * 3
+    assert not guide.plan(nothing, 8, allowed_LW), "places without a draft"
+
+
+def test_what_a_grammar_forces_is_verified_before_less_likely_drafts(target: HFTarget) -> None:
+    """A forced token is as likely as the token before it, whatever the drafter thinks of it."""
+    encode = tiny_tokenizer().encode
+    yes, no, free = encode("yes"), encode("no, never"), encode("the user")
+    allowed_LW = np.empty((10, -(-target.vocab_size // 32)), np.int32)
+    guide = make_guide(target, Grammar("choice", ("yes", "no, never")))
+    drafts = [(yes[0], 0, -1.0), (no[0], 0, -1.5), (yes[1], 1, -3.0), *[(free[0], 1, -9.0)] * 5]
+    tree = guide.plan(drafts, 8, allowed_LW)
+    found = list(zip(tree.token_ids, tree.scores[1:], strict=True))
+    on_yes, on_no = ([(token, score) for token in path] for path, score in ((yes, -1.0), (no, -1.5)))
+    assert found[: len(yes)] == on_yes and found[-1][1] == -1.5 and set(on_no[:2]) < set(found), found
+    assert tree.scores == sorted(tree.scores, reverse=True)
+    assert all(tree.parents[node] < node for node in range(1, len(tree) + 1))
+    for node in range(len(tree) + 1):
+        mask = np.unpackbits(allowed_LW[node].view(np.uint8), bitorder="little").astype(bool)
+        wanted = make_guide(target, Grammar("choice", ("yes", "no, never"))).allowed_after(tree.tokens(tree.path(node)))
+        assert mask.all() if wanted is None else (mask == wanted).all(), node
+    sure = make_guide(target, Grammar("choice", ("no, never",))).plan(chain(free), 8, allowed_LW)
+    assert set(sure.scores) == {0.0} and sure.token_ids == no[: len(sure)], "nothing else can come"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +358,7 @@ def test_a_tokenizer_that_the_library_would_misread_is_read_right_or_refused() -
     guide = make_guide(readable, Grammar("regex", "a the"))
     text = readable.tokenizer.encode("a the")
     guide.advance(text[:1])
-    assert guide.plan([3, 3], [0, 1], 2, np.empty((3, 9), np.int32)).token_ids[0] == text[1], "a space is known as one"
+    assert guide.plan(chain([3, 3]), 2, np.empty((3, 9), np.int32)).token_ids[0] == text[1], "a space is known as one"
     broken.tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()
     with pytest.raises(TargetError, match="llguidance misreads the tokenizer of target 'tiny-llama'"):
         make_guide(broken, Grammar("json_object"))

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,15 @@ from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.errors import RequestError
-from peagle.kernels.adjust import Edits, Penalties, adjust_logits
+from peagle.kernels.adjust import Edits, Penalties, Places, adjust_logits
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
 
 PROMPTS = [[(7 * index + 3 * place) % 260 + 4 for place in range(1 + 5 * index % 23)] for index in range(16)]
 TIGHT = {"page_size": 4, "max_length": 60, "num_pages": 19, "prefill_tokens": 16}
-CELLS = mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 60})
+FEW = {"page_size": 4, "verify_tokens": 40}
+"""of 16 requests with 9 drafts each"""
+CELLS = [*mixed_cells({"page_size": 4}, TIGHT, {"max_batch": 1, "max_length": 60}), ("p-eagle tree", FEW)]
 PLAIN = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
@@ -170,62 +172,83 @@ def test_reported_logprobs_are_those_of_the_target_before_penalties(engine: Engi
 
 
 def test_batched_adjustments_equal_those_of_single_tokens() -> None:
-    """Random settings, texts and trees of drafts with repeated tokens, on both sides of zero; to the last bit."""
+    """Random settings, texts and trees of drafts with repeated tokens, on both sides of zero; to the last bit.
+
+    A pass has some nodes of two rows, in any order.
+    """
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     vocab_size, num_drafts, width = 37, 5, 6
     for _ in range(40):
-        logits_LV = torch.randn(num_drafts + 1, vocab_size, generator=generator) * 4
-        prompt, text = ([rng.randrange(12) for _ in range(rng.randrange(1, 9))] for _ in range(2))
-        drafts = [rng.randrange(12) for _ in range(num_drafts)]
-        parents = [rng.randrange(node) for node in range(1, num_drafts + 1)]
-        paths: list[list[int]] = [[]]
-        ancestors = [1]
-        for node, parent in enumerate(parents, start=1):
-            paths.append([*paths[parent], drafts[node - 1]])
-            ancestors.append(ancestors[parent] | 1 << node)
-        params = SamplingParams(
-            max_tokens=99,
-            min_tokens=rng.randrange(14),
-            logit_bias={rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(4)},
-            repetition_penalty=rng.choice((0.5, 1.0, 1.7)),
-            frequency_penalty=rng.uniform(-2, 2),
-            presence_penalty=rng.uniform(-2, 2),
+        rows = [random_row(rng, vocab_size, num_drafts, width) for _ in range(2)]
+        chosen = [(row, node) for row in (0, 1) for node in range(num_drafts + 1) if rng.random() < 0.7] or [(0, 0)]
+        rng.shuffle(chosen)
+        logits_NV = torch.randn(len(chosen), vocab_size, generator=generator) * 4
+        edits = Edits(*(torch.tensor(column) for column in zip(*(row.edits for row in rows), strict=True)))
+        settings = [
+            torch.tensor([getattr(row.params, f"{name}_penalty") for row in rows])
+            for name in ("repetition", "frequency", "presence")
+        ]
+        counts = [[Counter(row.text)[token] for token in range(vocab_size)] for row in rows]
+        is_in_prompt = [[token in row.prompt for token in range(vocab_size)] for row in rows]
+        places = Places(
+            torch.tensor([row for row, _ in chosen]),
+            torch.tensor([len(rows[row].prompt + rows[row].text + rows[row].paths[node]) for row, node in chosen]),
+            torch.tensor([rows[row].drafts for row, _ in chosen]),
+            torch.tensor([rows[row].ancestors[node] for row, node in chosen]),
         )
-        entries = [(token, bias, 2**62) for token, bias in params.logit_bias.items()]
-        entries.append((5, float("-inf"), len(prompt) + params.min_tokens))
-        entries += [(0, 0.0, 0)] * (width - len(entries))
-        ids, values, ends = zip(*entries, strict=True)
-        counts, seen = Counter(text), set(prompt)
-        adjusted = adjust_logits(
-            logits_LV,
-            Edits(torch.tensor([ids]), torch.tensor([values]), torch.tensor([ends])),
-            Penalties(
-                *(
-                    torch.tensor([number])
-                    for number in (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-                ),
-                torch.tensor([[counts[token] for token in range(vocab_size)]], dtype=torch.int32),
-                torch.tensor([[token in seen for token in range(vocab_size)]]),
-            ),
-            torch.full((1, num_drafts + 1, 2), -1, dtype=torch.int32),
-            torch.tensor([drafts]),
-            torch.tensor([[len(prompt) + len(text) + len(path) for path in paths]]),
-            torch.tensor([ancestors]),
-        )
-        for row, path in enumerate(paths):
-            wanted = adjusted_logits(logits_LV[row], params, {5}, prompt, [*text, *path])
-            assert torch.equal(adjusted[row], wanted), params
+        penalties = Penalties(*settings, torch.tensor(counts, dtype=torch.int32), torch.tensor(is_in_prompt))
+        allowed_NW = torch.full((len(chosen), 2), -1, dtype=torch.int32)
+        adjusted_NV = adjust_logits(logits_NV, places, edits, penalties, allowed_NW)
+        for place, (row, node) in enumerate(chosen):
+            own = rows[row]
+            wanted = adjusted_logits(logits_NV[place], own.params, {5}, own.prompt, own.text + own.paths[node])
+            assert torch.equal(adjusted_NV[place], wanted), own.params
+
+
+@dataclass(frozen=True)
+class Row:
+    params: SamplingParams
+    edits: tuple[Any, ...]
+    prompt: list[int]
+    text: list[int]
+    drafts: list[int]
+    ancestors: list[int]
+    paths: list[list[int]]
+    """the drafts from the root down to each node"""
+
+
+def random_row(rng: random.Random, vocab_size: int, num_drafts: int, width: int) -> Row:
+    prompt, text = ([rng.randrange(12) for _ in range(rng.randrange(1, 9))] for _ in range(2))
+    drafts = [rng.randrange(12) for _ in range(num_drafts)]
+    paths, ancestors = list[list[int]]([[]]), [1]
+    for node, token in enumerate(drafts, start=1):
+        parent = rng.randrange(node)
+        paths.append([*paths[parent], token])
+        ancestors.append(ancestors[parent] | 1 << node)
+    params = SamplingParams(
+        max_tokens=99,
+        min_tokens=rng.randrange(14),
+        logit_bias={rng.randrange(vocab_size): rng.uniform(-5, 5) for _ in range(4)},
+        repetition_penalty=rng.choice((0.5, 1.0, 1.7)),
+        frequency_penalty=rng.uniform(-2, 2),
+        presence_penalty=rng.uniform(-2, 2),
+    )
+    entries = [(token, bias, 2**62) for token, bias in params.logit_bias.items()]
+    entries.append((5, float("-inf"), len(prompt) + params.min_tokens))
+    entries += [(0, 0.0, 0)] * (width - len(entries))
+    return Row(params, tuple(zip(*entries, strict=True)), prompt, text, drafts, ancestors, paths)
 
 
 def test_what_is_not_allowed_has_no_chance_and_neutral_settings_change_no_bit() -> None:
     logits_NV = torch.randn(4, 40)
-    allowed = torch.full((2, 2, 2), -1, dtype=torch.int32)
-    allowed[1, 1] = torch.tensor([1 << 3 | -(2**31), 1 << 7])
+    allowed_NW = torch.full((4, 2), -1, dtype=torch.int32)
+    allowed_NW[3] = torch.tensor([1 << 3 | -(2**31), 1 << 7])
     nothing = Edits(*(torch.zeros(2, 3, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.int64)))
     counts = torch.randint(0, 9, (2, 40), dtype=torch.int32)
     neutral = Penalties(torch.ones(2), torch.zeros(2), torch.zeros(2), counts, counts > 4)
-    no_drafts, chain = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[0b01, 0b11]] * 2)
-    adjusted = adjust_logits(logits_NV, nothing, neutral, allowed, no_drafts, torch.ones(2, 2), chain)
+    row_N, no_drafts_NM = torch.tensor([0, 0, 1, 1]), torch.zeros(4, 1, dtype=torch.int64)
+    places = Places(row_N, torch.ones(4), no_drafts_NM, torch.tensor([0b01, 0b11] * 2))
+    adjusted = adjust_logits(logits_NV, places, nothing, neutral, allowed_NW)
     assert torch.equal(adjusted[:3], logits_NV[:3])
     assert adjusted[3].isfinite().nonzero().flatten().tolist() == [3, 31, 39]
 

@@ -1,6 +1,7 @@
 """One request's wishes are its own: sampling, drafts, stops, limits and log-probabilities in a batch of others."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, drafting, practised_drafter, run, start
+from harness.engine_runs import NUM_DRAFT_TOKENS, drafting, practised_drafter, run, serve, start
 from harness.model_families import sequential
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
@@ -130,7 +131,10 @@ def test_greedy_and_sampled_requests_with_their_own_draft_numbers_share_a_batch(
 def test_pages_of_a_request_without_drafts_do_not_spoil_the_drafts_of_the_next(
     target: HFTarget, drafter: Drafter
 ) -> None:
-    """Texts decoded without drafts, then continued with them: as many are accepted as in a fresh engine."""
+    """Texts decoded without drafts, then continued with them: as many are accepted as in a fresh engine.
+
+    Whoever continues them without drafts finds their pages.
+    """
     prompts = PROMPTS[:12]
     texts = [[*prompt, *expected(target, prompt, greedy(14)).token_ids] for prompt in prompts]
     found = []
@@ -138,11 +142,13 @@ def test_pages_of_a_request_without_drafts_do_not_spoil_the_drafts_of_the_next(
         engine = start(drafter, page_size=4)
         if is_warm:
             answers(engine, prompts, [greedy(14, num_draft_tokens=0)] * 12, close=False)
+            (again, *_) = serve(engine, texts, [greedy(1, num_draft_tokens=0)] * 12)
+            assert again.metrics.num_cached_tokens == 11, "three pages, answer included; the last token runs again"
         ids = [engine.add(text, greedy(12)) for text in texts]
         outputs = run(engine)
         found.append([outputs[name].metrics.acceptance for name in ids])
         engine.close()
-    assert sum(outputs[name].metrics.num_cached_tokens for name in ids) > 0, "at least the prompts are found"
+    assert sum(outputs[name].metrics.num_cached_tokens for name in ids) == 0, "pages without drafter entries"
     assert found[0] == found[1]
     assert sum(sum(acceptance.accepted_per_position) for acceptance in found[0]) > 0, "something was accepted"
 
@@ -262,10 +268,14 @@ def test_a_request_without_drafts_costs_one_token_per_step(
         return draft(batch)
 
     plain = SamplingParams(max_tokens=6, ignore_eos=True, num_draft_tokens=0)
+    serve(engine, PROMPTS[3:5], [greedy(4)] * 2)
+    assert (engine.runner.state.confidence[:2] > -math.inf).any(), "earlier requests left drafts in the rows"
     names = [engine.add(PROMPTS[0], plain), engine.add(PROMPTS[1], plain)]
-    engine.step()
-    monkeypatch.setattr(engine.runner.paged_target, "forward", count_target)
     monkeypatch.setattr(engine.runner.step.drafting, "_run_layers", count_drafter)
+    engine.step()
+    assert num_drafted == [], "nor does the drafter read their prompts"
+    assert (engine.runner.state.confidence[:2] == -math.inf).all()
+    monkeypatch.setattr(engine.runner.paged_target, "forward", count_target)
     engine.step()
     assert (num_verified, num_drafted) == ([2], []), "a batch without drafts is plain decoding"
     drafted = engine.add(PROMPTS[2], SamplingParams(max_tokens=40, ignore_eos=True))

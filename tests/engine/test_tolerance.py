@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, answer, drafting, serve, start
+from harness.engine_runs import NUM_DRAFT_TOKENS, TREE_NODES, answer, drafting, run, serve, start
 from harness.model_families import trained_drafter
+from peagle.decoding import reference
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
@@ -61,6 +62,38 @@ def test_tolerated_drafts_are_those_of_the_reference_decoder(target: HFTarget, d
     stats = engine.stats()
     engine.close()
     assert stats.num_tolerated_tokens == num_tolerated > 5
+
+
+def test_of_a_tree_cut_by_a_limit_the_same_drafts_are_tolerated(
+    target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which drafts a tolerant request keeps depends on those that were verified, so the reference gets these."""
+    heard: dict[str, list[Update]] = {}
+    engine = start(drafter, page_size=4, tree_nodes=TREE_NODES, verify_tokens=48)
+    names = [
+        engine.add(
+            prompt, wishes(index), on_update=lambda update: heard.setdefault(update.request_id, []).append(update)
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    run(engine)
+    engine.close()
+    checked, kept, best_first = list[int](), list[str](), reference.best_first
+    for index, (name, prompt) in enumerate(zip(names, PROMPTS, strict=True)):
+        sizes = [update.num_drafts for update in heard[name] if not update.is_prefill]
+        left = iter(sizes)
+        monkeypatch.setattr(
+            reference, "best_first", lambda own, logits, _, left=left: best_first(own, logits, next(left))
+        )
+        drafts = {"drafter": drafter, "num_draft_tokens": NUM_DRAFT_TOKENS, "tree_nodes": TREE_NODES}
+        steps = list(decode(target, prompt, wishes(index), **drafts))
+        assert [token for update in heard[name] for token in update.token_ids] == [
+            token for step in steps for token in step.token_ids
+        ]
+        assert [kind for update in heard[name] for kind in update.kinds] == kinds(steps)
+        checked += sizes
+        kept += kinds(steps)
+    assert min(checked) < TREE_NODES and kept.count("tolerated") > 5
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.outputs import Update
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
-from peagle.scheduling.config import verify_sizes
+from peagle.scheduling.config import decode_buckets, prefill_buckets, verify_sizes
 from peagle.scheduling.draft_budget import DraftCurve
 from peagle.targets.hf import HFTarget
 from peagle.worker.row_state import RowState
@@ -127,10 +127,19 @@ def test_rows_are_shared_only_beyond_the_limit() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(batch=st.integers(1, 256), num_drafts=st.integers(0, 62))
-def test_sizes_to_choose_from_have_room_for_a_draft_each_or_none(batch: int, num_drafts: int) -> None:
+def test_sizes_to_choose_from_have_room_for_a_draft_each_for_some_or_for_none(batch: int, num_drafts: int) -> None:
     plain, *others = verify_sizes(batch, num_drafts)
-    assert plain == batch and all(2 * batch <= size <= batch * (num_drafts + 1) for size in others)
-    assert bool(others) == bool(num_drafts)
+    few = [size for size in others if size < 2 * batch]
+    assert plain == batch and all(plain < size <= batch * (num_drafts + 1) for size in others)
+    assert len(few) == (batch >= 32 and num_drafts > 0) and (len(others) > len(few)) == bool(num_drafts)
+
+
+@pytest.mark.parametrize("num_drafts", [7, 31])
+def test_a_pass_for_few_drafting_requests_needs_few_more_graphs(num_drafts: int) -> None:
+    sizes = [verify_sizes(batch, num_drafts) for batch in decode_buckets(256)]
+    num_few = sum(batch < size < 2 * batch for batch, *others in sizes for size in others)
+    num_prefills = 2 * len(prefill_buckets(2048))
+    assert 0 < num_few <= 0.1 * (sum(map(len, sizes)) - num_few + num_prefills)
 
 
 def test_a_curve_tells_what_the_likeliest_drafts_bring() -> None:
@@ -212,18 +221,32 @@ def test_counts_are_of_the_drafts_that_were_verified(parallel: Drafter, prompts:
     assert sum(stats.accepted_per_position) == sum(update.num_accepted for update in steps)
 
 
-def test_penalties_see_every_draft_whatever_the_limit(parallel: Drafter, prompts: list[list[int]]) -> None:
-    params = [SamplingParams(max_tokens=MAX_TOKENS, frequency_penalty=0.5)] + [
-        SamplingParams(max_tokens=MAX_TOKENS)
-    ] * (len(prompts) - 1)
-    answers = []
-    for limit in ({}, {"verify_tokens": 30}):
-        engine = start(parallel, page_size=4, **limit)
-        try:
-            answers.append([output.outputs[0].token_ids for output in served(engine, prompts, params)[0]])
-        finally:
-            engine.close()
-    assert answers[0] == answers[1]
+def test_a_request_that_adjusts_its_logits_shares_the_limit_of_its_batch(
+    parallel: Drafter, target: HFTarget, prompts: list[list[int]]
+) -> None:
+    """Whoever opted out has one token, as in any other batch."""
+    wishes = ({"frequency_penalty": 0.5}, {"num_draft_tokens": 0}, {})
+    params = [SamplingParams(max_tokens=MAX_TOKENS, **wishes[min(index, 2)]) for index in range(len(prompts))]
+    engine, sizes = start(parallel, page_size=4, verify_tokens=30), list[tuple[int, int]]()
+    forward = engine.runner.step.target.forward
+
+    def recorded(
+        token_ids_N: torch.Tensor, position_N: torch.Tensor, memory: Any, rows: Any, *rest: Any, **has: Any
+    ) -> Any:
+        sizes.append((len(rows.context_B), len(token_ids_N)))
+        return forward(token_ids_N, position_N, memory, rows, *rest, **has)
+
+    engine.runner.step.target.forward = recorded  # type: ignore[method-assign]
+    outputs, heard = served(engine, prompts, params)
+    engine.close()
+    for output, prompt, own in zip(outputs, prompts, params, strict=True):
+        assert output.outputs[0].token_ids == answer(target, prompt, replace(own, num_draft_tokens=None))
+    own = {
+        update.num_drafts for update in heard if update.request_id == outputs[0].request_id and not update.is_prefill
+    }
+    assert own and max(own) <= NUM_DRAFT_TOKENS and min(own) < NUM_DRAFT_TOKENS, "some of its drafts are left out"
+    full = [size for num_requests, size in sizes[1:] if num_requests == len(prompts)]
+    assert full and max(full) <= 30, sizes
 
 
 def test_the_likeliest_drafts_bring_more_than_the_same_number_of_each_request(

@@ -32,6 +32,16 @@ def test_without_any_observation_all_drafts_are_verified() -> None:
     assert DraftBudget({1: DEAR}.__getitem__).choose(1, 1, 1).num_tokens == 5
 
 
+def test_a_pass_has_room_for_the_first_draft_of_each_request() -> None:
+    costs = {64: {64: 1.0, 80: 1.01, 128: 1.5}}
+    found = []
+    for num_drafting in (1, 16, 17, 64):
+        budget = DraftBudget(costs.__getitem__)
+        budget.observe(DraftCurve((1, 31), (0.9, 2.0)), num_requests=1)
+        found.append(budget.choose(batch=64, num_requests=64, num_drafting=num_drafting).num_tokens)
+    assert found == [80, 80, 128, 128]
+
+
 def test_likely_and_cheap_drafts_are_all_verified_and_dear_ones_in_part() -> None:
     assert observed(CHEAP, LIKELY).choose(1, 1, 1).num_tokens == 5
     assert observed(DEAR, LIKELY).choose(1, 1, 1).num_tokens == 2
@@ -116,7 +126,7 @@ def test_rows_that_pad_a_batch_emit_nothing() -> None:
     """Three requests in a graph of four: 3 tokens in a second, or 4.8 with drafts."""
     curve = DraftCurve((1,), (0.6,))
     assert observed({4: 1.0, 8: 1.55}, curve).choose(4, num_requests=3, num_drafting=3).num_tokens == 8
-    assert observed({4: 1.0, 8: 1.65}, curve).choose(4, num_requests=3, num_drafting=3).num_tokens == 4
+    assert observed({4: 1.0, 8: 1.75}, curve).choose(4, num_requests=3, num_drafting=3).num_tokens == 4
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=9), st.integers(0, 12))
@@ -222,3 +232,14 @@ def test_another_drafter_begins_without_a_verdict() -> None:
     assert not budget.pays
     budget.reset()
     assert budget.pays and budget.gain is None and budget.num_pauses == 1, "a counter does not fall"
+
+
+def test_a_batch_that_drafts_stops_only_if_it_loses_clearly_and_begins_again_once_it_gains() -> None:
+    """One draft in a step that costs half as much again: 0.97, 0.9, 0.97 and 1.07 times plain decoding."""
+    budget = DraftBudget({1: {1: 1.0, 2: 1.5}}.__getitem__)
+    found = []
+    for share in (0.46, 0.35, 0.46, 0.6):
+        for _ in range(5 * WARM_UP):
+            budget.observe(DraftCurve((1,), (share,)), num_requests=1)
+        found.append(budget.choose(1, 1, 1).pays)
+    assert found == [True, False, False, True]

@@ -110,6 +110,20 @@ def test_the_second_page_with_one_content_stays_private() -> None:
     pool.check_integrity()
 
 
+def test_a_bare_page_gives_way_to_one_with_drafter_entries() -> None:
+    pool, keys = PagePool(num_pages=6, page_size=2), chain([1, 2], [3, 4])
+    bare, full, late = (pool.allocate(1)[0] for _ in range(3))
+    pool.register(bare, keys[0], is_bare=True)
+    assert (pool.match(keys), pool.match(keys, with_bare=False)) == ([bare], [])
+    pool.release([bare])
+    pool.register(full, keys[0])
+    assert pool.match(keys) == pool.match(keys, with_bare=False) == [full]
+    assert pool.num_cached == 0 and not pool.has_key(bare)
+    pool.register(late, keys[0], is_bare=True)
+    assert pool.match(keys) == [full]
+    pool.check_integrity([full, late])
+
+
 def test_without_reuse_nothing_is_found_again() -> None:
     pool = PagePool(num_pages=4, page_size=2, reuse=False)
     keys = chain([1, 2])
@@ -146,6 +160,7 @@ DAMAGE: dict[str, Callable[[PagePool], object]] = {
     "page 5 is lost": lambda pool: pool._blank.remove(5),
     "page 1 has -1 holders": lambda pool: pool._num_holders.__setitem__(1, -1),
     "page 5 is blank but has a key": lambda pool: pool._key_of_page.__setitem__(5, b"5"),
+    "page 5 is bare but has no key": lambda pool: pool._bare.add(5),
     "page 2 is cached but has no key": lambda pool: pool._key_of_page.pop(2),
     "pages with a key and keys with a page differ": lambda pool: pool._page_of_key.clear(),
     "the key of page 2 does not lead back": lambda pool: pool._page_of_key.update({pool._key_of_page[2]: 3}),
@@ -175,12 +190,14 @@ class AnyUse(RuleBasedStateMachine):
         self.pool = PagePool(num_pages=9, page_size=1)
         self.held: list[list[int]] = []
         self.text_of_page: dict[int, tuple[int, ...]] = {}
+        self.bare: set[int] = set()
 
-    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def take(self, text: list[int]) -> None:
+    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=5), is_bare=st.booleans())
+    def take(self, text: list[int], is_bare: bool) -> None:
         keys: list[bytes] = []
         self.pool.extend_keys(keys, text)
-        shared = self.pool.match(keys)
+        shared = self.pool.match(keys, with_bare=is_bare)
+        assert is_bare or not self.bare & set(shared), "a page without drafter entries was found"
         for index, page in enumerate(shared):
             assert self.text_of_page[page] == tuple(text[: index + 1]), "a page was found under another text"
         num_held = sum(self.pool.num_holders(page) > 0 for page in shared)
@@ -191,7 +208,8 @@ class AnyUse(RuleBasedStateMachine):
         for index in range(len(shared), len(text)):
             assert all(pages[index] not in others for others in self.held), "a held page was handed out"
             self.text_of_page[pages[index]] = tuple(text[: index + 1])
-            self.pool.register(pages[index], keys[index])
+            self.pool.register(pages[index], keys[index], is_bare)
+            (self.bare.add if is_bare else self.bare.discard)(pages[index])
         self.held.append(pages)
 
     @precondition(lambda self: self.held)

@@ -42,19 +42,29 @@ def test_pages_are_found_after_their_request_is_gone_answer_included() -> None:
     assert (chunk.start, chunk.end, chunk.first_write) == (7, 13, 8)
 
 
-def test_plain_answers_are_not_reused_where_pages_carry_drafter_entries() -> None:
-    scheduler = make(has_drafter=True)
-    plain = add(scheduler, "plain", range(6), num_draft_tokens=0)
+def test_pages_without_drafter_entries_are_for_requests_without_drafts() -> None:
+    scheduler, text = make(), [*range(6), 91, 92, 93, 94, 95]
+    plain = add(scheduler, "plain", text[:6])
     scheduler.plan()
-    see(scheduler, plain, 91, 92, 93, 94, 95)
-    scheduler.plan()
+    see(scheduler, plain, *text[6:])
     scheduler.finish(plain)
-    assert scheduler.pages.num_cached == 1, "the page that prefill filled"
-    drafted = add(scheduler, "drafted", [70 + i for i in range(6)], num_draft_tokens=4)
+    drafted = add(scheduler, "drafted", text, num_draft_tokens=4)
     scheduler.plan()
-    see(scheduler, drafted, 91, 92, 93, 94, 95)
-    scheduler.finish(drafted)
-    assert scheduler.pages.num_cached == 1 + 2
+    assert drafted.num_cached_tokens == 0
+    again, other = add(scheduler, "again", text), add(scheduler, "other", text, num_draft_tokens=4)
+    scheduler.plan()
+    assert again.num_cached_tokens == other.num_cached_tokens == 7
+    assert again.pages[:2] == other.pages[:2] == drafted.pages[:2], "the pages with entries took their place"
+    scheduler.check_integrity()
+
+
+def test_a_request_with_drafts_does_not_wait_for_the_pages_of_one_without() -> None:
+    scheduler = make()
+    add(scheduler, "plain", range(12))
+    add(scheduler, "drafted", range(12), num_draft_tokens=4)
+    add(scheduler, "late", range(12))
+    assert spans(scheduler.plan()) == [("plain", 0, 12), ("drafted", 0, 12)]
+    assert spans(scheduler.plan()) == [("late", 11, 12)]
 
 
 def test_a_page_is_found_only_after_the_plan_that_writes_it() -> None:

@@ -53,13 +53,14 @@ class FakeDevice:
 
     pool: PagePool
     choose: random.Random
-    has_drafter: bool
     target: dict[tuple[int, int], Text] = field(default_factory=dict)
     drafter: dict[tuple[int, int], Text] = field(default_factory=dict)
     rows: dict[int, Text] = field(default_factory=dict)
 
     def launch(self, plan: Plan) -> list[Result]:
-        results = [self._prefill(chunk) for chunk in plan.chunks if chunk.request.is_running]
+        chunks = [chunk for chunk in plan.chunks if chunk.request.is_running]
+        is_drafted = any(chunk.request.has_drafts for chunk in plan.chunks)
+        results = [self._prefill(chunk, is_drafted) for chunk in chunks]
         results += [self._decode(request) for request in plan.decodes if request.is_running]
         return [result for result in results if result.tokens]
 
@@ -80,12 +81,13 @@ class FakeDevice:
             assert self.target.get(self._cell(request, position)) == text[: position + 1], (
                 f"{request.request_id}: the target reads something else at {position}"
             )
-        for position in range(1, num_drafter if self.has_drafter else 0):
+        for position in range(1, num_drafter if request.has_drafts else 0):
             assert self.drafter.get(self._cell(request, position)) == text[: position + 1], (
                 f"{request.request_id}: the drafter reads something else at {position}"
             )
 
-    def _prefill(self, chunk: Chunk) -> Result:
+    def _prefill(self, chunk: Chunk, is_drafted: bool) -> Result:
+        """The drafter runs the chunks of all requests, or none; without drafts it may have missed earlier ones."""
         request, text = chunk.request, tuple(chunk.request.token_ids)
         assert chunk.start < chunk.end <= len(text) and chunk.is_last == (chunk.end == len(text))
         self._expect(request, text, num_target=max(chunk.start, chunk.first_write), num_drafter=chunk.start + 1)
@@ -94,8 +96,8 @@ class FakeDevice:
             self.rows[request.row] = text
         for position in range(max(chunk.start, chunk.first_write), chunk.end):
             self._write(self.target, request, position, text[: position + 1])
-        for position in range(max(chunk.start + 1, chunk.first_write), chunk.end + 1):
-            self._write(self.drafter, request, position, text[: position + 1])
+        for position in range(max(chunk.start + 1, chunk.first_write), chunk.end + 1 if is_drafted else 0):
+            self._write(self.drafter, request, position, text[: position + 1] if request.has_drafts else REJECTED)
         return Result(request, request.epoch, text[-1:] if chunk.is_last else ())
 
     def _decode(self, request: Request) -> Result:
@@ -103,7 +105,7 @@ class FakeDevice:
         length, num_known = len(text), len(request.token_ids)
         assert text[:num_known] == tuple(request.token_ids), f"{request.request_id}: its row holds another text"
         if length <= request.max_length:  # beyond that, whatever is emitted is thrown away
-            self._expect(request, text, num_target=length - 1, num_drafter=length if num_drafts else 0)
+            self._expect(request, text, num_target=length - 1, num_drafter=length)
             touched = range(length - 1, length + 2 * num_drafts)
             assert all(self._cell(request, position)[0] != WASTE_PAGE for position in touched), "pages do not reach"
         for _ in range(1 + self.choose.randint(0, num_drafts)):
@@ -173,7 +175,6 @@ class Service:
         longest = max(request.max_length + 2 * request.num_draft_tokens for request in self.to_come)
         num_pages = 1 - (-longest // setting.page_size) + setting.num_spare_pages
         self.pool = PagePool(num_pages, setting.page_size, setting.reuse)
-        has_drafter = setting.num_draft_tokens > 0
         limits = SchedulerConfig(
             setting.max_batch,
             60,
@@ -181,10 +182,9 @@ class Service:
             setting.max_chunks,
             setting.max_delay,
             setting.shares_passes,
-            has_drafter,
         )
         self.scheduler = Scheduler(limits, self.pool)
-        self.device = FakeDevice(self.pool, self.choose, has_drafter)
+        self.device = FakeDevice(self.pool, self.choose)
 
     def _some_tokens(self, most: int) -> list[int]:
         return [self.choose.randrange(VOCABULARY) for _ in range(self.choose.randint(1, most))]
@@ -297,7 +297,9 @@ def test_the_simulation_does_preempt_and_does_reuse() -> None:
     assert sum(service.num_cached_tokens for service in services) > 200
 
 
-@pytest.mark.parametrize("fault", ["one page is swapped", "one cell is overwritten", "first_write is ignored"])
+@pytest.mark.parametrize(
+    "fault", ["one page is swapped", "one cell is overwritten", "first_write is ignored", "bare pages are for all"]
+)
 def test_the_simulation_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = FakeDevice._prefill, FakeDevice._decode
 
@@ -310,11 +312,15 @@ def test_the_simulation_notices(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         device.target[device._cell(request, 0)] = REJECTED
         return decode(device, request)
 
-    def ignoring(device: FakeDevice, chunk: Chunk) -> Result:
-        return prefill(device, Chunk(chunk.request, chunk.start, chunk.end, chunk.start, chunk.is_last))
+    def ignoring(device: FakeDevice, chunk: Chunk, is_drafted: bool) -> Result:
+        return prefill(device, Chunk(chunk.request, chunk.start, chunk.end, chunk.start, chunk.is_last), is_drafted)
 
     if fault == "first_write is ignored":
         monkeypatch.setattr(FakeDevice, "_prefill", ignoring)
+    elif fault == "bare pages are for all":
+        monkeypatch.setattr(
+            Scheduler, "_match", lambda own, request: own.pages.match(request.page_keys[request.num_registered :])
+        )
     else:
         monkeypatch.setattr(FakeDevice, "_decode", swapping if fault == "one page is swapped" else overwriting)
 

@@ -5,6 +5,7 @@ not do (touch rows of requests while it is made, read other tensors than those i
 CUDA graph.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,10 +27,11 @@ from peagle.errors import RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.scheduling import draft_budget
 from peagle.scheduling.config import EngineConfig
-from peagle.scheduling.draft_budget import DraftBudget
+from peagle.scheduling.draft_budget import DraftBudget, DraftCurve
 from peagle.targets.hf import HFTarget
 from peagle.worker import captured_steps
 from peagle.worker.graphs import CaptureError
+from peagle.worker.verify_batch import NUM_THRESHOLDS
 
 NUM_DRAFT_TOKENS = 4
 SMALL = {"max_batch": 6, "max_length": 100, "prefill_tokens": 32, "page_size": 4, "num_pages": 70}
@@ -220,13 +222,18 @@ def test_requests_without_drafts_replay_a_step_without_drafts(
 ) -> None:
     captured = engine.runner.captured
     assert captured is not None
+    serve(engine, range(3))
     if engine.drafter is not None:
+        assert captured.step.drafting is not None
         monkeypatch.setattr(captured.step, "decode", None)  # raises if it is called
+        monkeypatch.setattr(captured.step.drafting, "after_prefill", None)
+        assert (engine.runner.state.confidence[:3] > -math.inf).any(), "earlier requests left drafts in the rows"
     params = SamplingParams(max_tokens=12, num_draft_tokens=0)
     names = [engine.add(prompt, params) for prompt in PROMPTS[:3]]
     outputs: dict[str, RequestOutput] = {}
     while engine.has_work:
         outputs |= {output.request_id: output for output in engine.step()}
+    assert (engine.runner.state.confidence[:3] == -math.inf).all(), "the rows are plain"
     for name, prompt in zip(names, PROMPTS, strict=False):
         steps = decode(target, prompt, params)
         assert outputs[name].outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)
@@ -259,6 +266,37 @@ def test_drafts_that_do_not_pay_are_paused(engine: Engine, target: HFTarget, mon
             steps = decode(target, PROMPTS[index], SamplingParams(max_tokens=12, ignore_eos=True))
             assert output.outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)
         assert engine.stats().num_drafts - before <= 2 * 4, "one step with drafts, or two, then none"
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_a_pass_that_adjusts_logits_is_as_large_as_the_budget_says(
+    engine: Engine, target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = engine.runner.captured
+    assert captured is not None
+    fewest = {size: captured.verify_sizes(size)[1] for size in captured.decode_sizes}
+    seconds = seconds_of(engine, lambda size, num: 1.0 if num <= fewest[size] else 100.0)
+    budget = engine.runner.budget = DraftBudget(seconds.__getitem__)
+    budget.observe(DraftCurve([4.0] * NUM_THRESHOLDS, [2.0] * NUM_THRESHOLDS), 1)
+    passes: list[tuple[int, int]] = []
+    decode_rows = captured.decode
+
+    def recorded(rows: list[int], adjustments: Any, num_tokens: int) -> Any:
+        if adjustments is not None:
+            passes.append((captured.size(len(rows)), num_tokens))
+        return decode_rows(rows, adjustments, num_tokens)
+
+    monkeypatch.setattr(captured, "decode", recorded)
+    names = [engine.add(PROMPTS[index], wishes(index)) for index in range(4)]
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs |= {output.request_id: output for output in engine.step()}
+    for index, name in enumerate(names):
+        assert outputs[name].outputs[0].token_ids == answer(target, index)
+    assert (4, fewest[4]) in passes and fewest[4] < 4 * (1 + NUM_DRAFT_TOKENS)
+    assert all(num_tokens == fewest[size] for size, num_tokens in passes), passes
+    shapes = {(shape.batch, shape.num_tokens) for shape in captured.decodes if shape.is_adjusted}
+    assert shapes == set(passes), "a shape is captured when a pass needs it"
 
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)

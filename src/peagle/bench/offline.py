@@ -130,12 +130,13 @@ def warm_up(
 ) -> StepSplit | None:
     """Run short requests and split the time of a steady step; None if no step was steady.
 
-    The prompts are reversed: as long as the real ones, but without a common prefix, so nothing useful gets cached.
+    Without their first token, the prompts share no pages with the real ones, but drafts are accepted as often: the
+    engine learns from it how many to verify.
     """
     short = replace(params, max_tokens=min(params.max_tokens, WARMUP_TOKENS), ignore_eos=True)
-    reversed_prompts = [prompt[::-1] for prompt in prompts]
+    own_prompts = [prompt[1:] or prompt for prompt in prompts]
     order = [index % len(prompts) for index in range(concurrency)]
-    loop = closed_loop(llm.engine, reversed_prompts, order, short, concurrency, time_steps=True, clock=clock)
+    loop = closed_loop(llm.engine, own_prompts, order, short, concurrency, time_steps=True, clock=clock)
     if not loop.walls:
         return None
     wall, device, times = statistics.mean(loop.walls), statistics.mean(loop.device), llm.step_times(concurrency)

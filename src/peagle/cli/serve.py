@@ -188,7 +188,7 @@ def load(arguments: Arguments, asked: Speculation, recorder: Recorder | None) ->
             arguments.num_draft_tokens,
             allow_mismatch=arguments.drafter.allow_mismatch,
             progress=lambda what, done, total: log.debug("starting the engine: %s (%d of %d)", what, done, total),
-            capture_adjusted=True,  # the first request with a penalty or a schema must not wait for a capture
+            capture_adjusted=True,  # the first request with a penalty or a schema must not wait for compilers
             **asdict(arguments.engine),
         )
     asked.check_kind(None if llm.drafter is None else llm.drafter.config, SPECULATION)

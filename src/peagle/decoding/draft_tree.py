@@ -22,19 +22,22 @@ class DraftTree:
         """of nodes 1, 2, ..."""
         self.parents, self.depths, self.ancestors = [0], [0], [1]
         """of nodes 0, 1, ..., as in `CandidateTree`"""
+        self.scores = [0.0]
+        """of nodes 0, 1, ...: log-probability of each path"""
         for parent, token_id in enumerate(chain):
             self.add(parent, token_id)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def add(self, parent: int, token_id: int) -> int:
+    def add(self, parent: int, token_id: int, score: float = 0.0) -> int:
         """The new node."""
         node = len(self.parents)
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.ancestors.append(self.ancestors[parent] | 1 << node)
+        self.scores.append(score)
         return node
 
     def children(self, parent: int) -> list[int]:
@@ -53,6 +56,16 @@ class DraftTree:
         while children := self.children(node):
             node = children[0]
         return self.path(node)
+
+    def best_first(self) -> tuple["DraftTree", list[int]]:
+        """The same tree with the likeliest nodes first, and the nodes of this one in that order.
+
+        No node may be likelier than its parent.
+        """
+        order, tree = sorted(range(len(self.parents)), key=lambda node: -self.scores[node]), DraftTree()
+        for node in order[1:]:
+            tree.add(order.index(self.parents[node]), self.token_ids[node - 1], self.scores[node])
+        return tree, order
 
     def tokens(self, nodes: Sequence[int]) -> list[int]:
         return [self.token_ids[node - 1] for node in nodes]

@@ -9,6 +9,7 @@ the byte and can be drafted, and no answer loops in whitespace.
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
 
 log = logging.getLogger(__name__)
+
+Draft = tuple[int, int, float]
+"""Token, parent (0 is the newest token, 1 the first draft), and log-probability of the path; -inf if there is none."""
 
 BITS = 32
 MAX_KEPT_GRAMMARS = 256
@@ -61,40 +65,42 @@ class Guide:
         """Bitmask of the tokens that may come next: bit v % 32 of word v // 32, int32."""
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._num_words]
 
-    def plan(
-        self, draft_ids: Sequence[int], parents: Sequence[int], max_depth: int, allowed_LW: np.ndarray
-    ) -> DraftTree:
-        """The drafts to verify; writes to row j of `allowed_LW` what may follow node j of that tree.
+    def plan(self, drafts: Sequence[Draft], max_depth: int, allowed_LW: np.ndarray) -> DraftTree:
+        """The drafts to verify, the likeliest first; writes to row j of `allowed_LW` what may follow node j of them.
 
         Drafts that are not allowed go. Where the grammar forces a continuation, it replaces the drafts, and takes the
-        places of those that went.
+        places of those that went. A forced token is as likely as what it follows.
         """
         tree = DraftTree()
         allowed_LW[:] = -1
         forced = [self._look([], allowed_LW[0])]
 
-        def add(parent: int, token: int) -> int | None:
+        def add(parent: int, token: int, logprob: float) -> int | None:
             """The node of this token behind a node; None if it is not allowed, or too deep."""
-            token = forced[parent][0] if forced[parent] else token
+            if forced[parent]:
+                token, logprob = forced[parent][0], 0.0
             if (node := tree.child(parent, token)) is not None:
                 return node
             is_allowed = (int(allowed_LW[parent, token // BITS]) >> token % BITS) & 1
             has_ended = parent > 0 and tree.token_ids[parent - 1] in self._end_ids
             if not is_allowed or has_ended or tree.depths[parent] == max_depth:
                 return None
-            node = tree.add(parent, token)
+            node = tree.add(parent, token, tree.scores[parent] + min(logprob, 0.0))
             is_end = token in self._end_ids
             own = [] if is_end else self._look(tree.tokens(tree.path(node)), allowed_LW[node])
             forced.append(forced[parent][1:] or own)
             return node
 
         found: list[int | None] = [0]
-        for token, parent in zip(draft_ids, parents, strict=True):
-            above = found[parent]
-            found.append(None if above is None else add(above, token))
-        for parent in range(len(draft_ids)):
-            if parent <= len(tree) < len(draft_ids) and forced[parent]:
-                add(parent, forced[parent][0])
+        for token, parent, score in drafts:
+            above = found[parent] if score > -math.inf else None
+            score_above = drafts[parent - 1][2] if parent else 0.0
+            found.append(None if above is None else add(above, token, score - score_above))
+        for parent in range(len(drafts)):
+            if parent <= len(tree) < len(drafts) and forced[parent]:
+                add(parent, forced[parent][0], 0.0)
+        tree, order = tree.best_first()
+        allowed_LW[: len(order)] = allowed_LW[order]
         return tree
 
     def _look(self, token_ids: Sequence[int], allowed_W: np.ndarray) -> list[int]:

@@ -76,7 +76,8 @@ def keep_matches(wanted_BL: Tensor, draft_tokens_BK: Tensor, num_draft_B: Tensor
 
 def tolerate(
     wanted_BL: Tensor,
-    logits_BLV: Tensor,
+    logits_NV: Tensor,
+    place_BL: Tensor,
     tokens_BL: Tensor,
     parent_BL: Tensor,
     num_nodes_B: Tensor,
@@ -84,22 +85,24 @@ def tolerate(
 ) -> Tensor:
     """The wanted tokens, with a draft in place of each that the target finds hardly more likely.
 
+    `place_BL` says which of the N logits follow each node.
+
     A draft is tolerated if its logit lies at most `gap_B` below the highest one; a negative gap tolerates none. If a
     node has several such children, the one with the highest logit wins, then the older one. A wanted token that is
     among the children stays. The target wants 0 after the root, but its child 2 is within 0.1:
 
-    >>> logits_BLV = torch.tensor([[[1.0, 0.0, 0.95], [3.0, 0.0, 0.0]]])
-    >>> tokens_BL, parent_BL, num_nodes_B = torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), torch.tensor([1])
-    >>> tolerate(logits_BLV.argmax(-1), logits_BLV, tokens_BL, parent_BL, num_nodes_B, gap_B=torch.tensor([0.1]))
+    >>> logits_NV, place_BL = torch.tensor([[1.0, 0.0, 0.95], [3.0, 0.0, 0.0]]), torch.tensor([[0, 1]])
+    >>> tree = torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), torch.tensor([1])
+    >>> tolerate(logits_NV.argmax(-1)[place_BL], logits_NV, place_BL, *tree, gap_B=torch.tensor([0.1]))
     tensor([[2, 0]])
     """
     node_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)
-    request_B1 = torch.arange(len(tokens_BL), device=tokens_BL.device)[:, None]
     is_draft_BL = (node_L > 0) & (node_L <= num_nodes_B[:, None])
     is_child_BLL = (parent_BL[:, None] == node_L[:, None]) & is_draft_BL[:, None]
     is_wanted_BL = (is_child_BLL & (tokens_BL[:, None] == wanted_BL[..., None])).any(2)
-    logit_BL = logits_BLV[request_B1, parent_BL, tokens_BL]
-    is_near_BL = logits_BLV.amax(-1).gather(1, parent_BL) - logit_BL <= gap_B[:, None]
+    above_BL = place_BL.gather(1, parent_BL)
+    logit_BL = logits_NV[above_BL, tokens_BL]
+    is_near_BL = logits_NV.amax(-1)[above_BL] - logit_BL <= gap_B[:, None]
     score_BLL = logit_BL[:, None].masked_fill(~(is_child_BLL & is_near_BL[:, None]), float("-inf"))
     best_BL1 = score_BLL.amax(2, keepdim=True)
     # argmax of the mask: the oldest of equally good children.

@@ -60,7 +60,7 @@ class Engine:
             target.tap(drafter.config.aux_layer_ids)  # another drafter was loaded for this target since
         is_gpu = target.device.type == "cuda"
         self.max_length = check_max_length(config, target, is_gpu)
-        limits = SchedulerConfig.of(config, self.max_length, is_gpu, has_drafter=drafter is not None)
+        limits = SchedulerConfig.of(config, self.max_length, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
@@ -340,11 +340,11 @@ class Engine:
         if emission.logprobs is not None:
             completion.logprobs += emission.logprobs[:num_kept]
         self.scheduler.commit(request, kept)
-        if request.guide is not None and emission.draft_ids is not None:
+        if request.guide is not None and emission.drafts is not None:
             request.guide.advance(kept)
             if finish_reason == "stop" and request.guide.has_failed:
                 finish_reason = "length"  # the answer was cut, not ended
-            request.draft_ids, request.draft_parents = emission.draft_ids, emission.draft_parents
+            request.drafts = emission.drafts
         completion.texts += texts
         output = self._finish(completion, finish_reason) if finish_reason is not None else None
         completion.notify(emission, kept, texts, None if output is None else output.metrics)

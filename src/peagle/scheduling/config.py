@@ -14,6 +14,8 @@ VERIFY_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of the verification passes that the engine chooses from."""
 USEFUL_SIZE = 20
 """Tokens per request, on average, beyond which a pass of several requests brings too little to have a graph."""
+MIXED_BATCH = 32
+"""Requests from which a batch has a pass for few drafting requests; in smaller ones it costs as much as the next."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
 SHARED_BUCKETS, LARGE_SHARED_BUCKETS = ((128, 8), (256, 8)), ((256, 8), (512, 16))
@@ -71,7 +73,8 @@ class EngineConfig(EngineOptions):
     """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
     each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
-    """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
+    """capture CUDA graphs for penalties, biases and grammars at start: per batch size those with no and most drafts.
+    The others, and without this all, are captured when a request first needs them"""
     assumed_acceptance: tuple[float, ...] = ()
     """for measurements with random weights: accept the draft at each depth of a chain in this share of the steps,
     whatever the target says"""
@@ -101,11 +104,12 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
 def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple[int, ...]:
     """Sizes of the verification passes of a batch with up to `num_drafts` drafts each, to choose from.
 
-    The first is plain decoding. Others have room for at least one draft per request. With a `limit`, as in
-    `EngineConfig.verify_tokens`, there is one of them.
+    The first is plain decoding. Others have room for at least one draft per request, except for one of large batches:
+    it serves the few requests that draft beside many that opted out. With a `limit`, as in
+    `EngineConfig.verify_tokens`, there is one size with drafts.
 
     >>> verify_sizes(1, 31), verify_sizes(8, 31), verify_sizes(256, 31)
-    ((1, 8, 16, 32), (8, 16, 32, 64, 128), (256, 512, 768, 1024))
+    ((1, 8, 16, 32), (8, 16, 32, 64, 128), (256, 320, 512, 768, 1024))
     >>> verify_sizes(8, 0), verify_sizes(8, 16, limit=0), verify_sizes(64, 7, limit=320)
     ((8,), (8, 136), (64, 320))
     """
@@ -114,7 +118,8 @@ def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple
         return tuple(sorted({batch, min(most, max(limit, 2 * batch)) if limit else most}))
     useful = [size for size in VERIFY_SIZES if size <= max(VERIFY_SIZES[3], USEFUL_SIZE * batch)]
     between = (size for size in useful if 2 * batch <= size <= 0.8 * most)
-    return tuple(sorted({batch, *between, min(most, max(2 * batch, useful[-1]))}))
+    few = {batch + batch // 4} if batch >= MIXED_BATCH and num_drafts else set()
+    return tuple(sorted({batch, *few, *between, min(most, max(2 * batch, useful[-1]))}))
 
 
 def shared_buckets(batch: int, prefill_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -125,6 +130,16 @@ def shared_buckets(batch: int, prefill_tokens: int) -> tuple[tuple[int, int], ..
     """
     buckets = SHARED_BUCKETS if batch <= 64 else LARGE_SHARED_BUCKETS
     return tuple(bucket for bucket in buckets if bucket[0] <= prefill_tokens)
+
+
+def shared_bucket(batch: int, prefill_tokens: int, num_tokens: int, num_chunks: int) -> tuple[int, int] | None:
+    """The smallest of these buckets with room for the chunks and one of padding, if there is one."""
+    fitting = (
+        (tokens, chunks)
+        for tokens, chunks in shared_buckets(batch, prefill_tokens)
+        if num_tokens <= tokens and num_chunks < chunks
+    )
+    return next(fitting, None)
 
 
 def shared_size(sizes: Sequence[int]) -> int:
@@ -163,15 +178,13 @@ class SchedulerConfig:
     """plans that a new request waits, at most, to share its prefill pass with others"""
     shares_passes: bool = False
     """whether few prompt tokens run in the pass of a decode step (`shared_buckets`), not in one of their own"""
-    has_drafter: bool = False
-    """pages hold drafter entries too; a request without drafts writes none, so its output is not reused"""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_length: int, is_gpu: bool, has_drafter: bool) -> "SchedulerConfig":
+    def of(cls, config: EngineConfig, max_length: int, is_gpu: bool) -> "SchedulerConfig":
         """The limits of an engine. One chunk of a pass is padding."""
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         max_delay = GPU_MAX_DELAY if is_gpu else 0
-        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, is_gpu, has_drafter)
+        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, is_gpu)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):

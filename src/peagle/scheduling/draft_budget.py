@@ -59,8 +59,13 @@ WARM_UP = 256
 """drafts of requests to observe before drafting may stop; 32 steps of a large batch"""
 HOST_WEIGHT = 0.1
 """weight of the newest step in the host's time per step"""
-PROBE_EVERY, PROBE_STEPS = 128, 8
-"""while drafting does not pay, the last 8 of 128 choices verify drafts, to see whether they pay now"""
+STOPS_BELOW = 0.95
+"""expected tokens per second with drafts, as a share of those without, at which a large batch stops drafting. A stop
+costs its requests their drafts for good, and the estimate errs by a few percent: the last requests of a burst, for
+example, are those whose drafts are accepted least"""
+PROBE_EVERY, PROBE_STEPS = 512, 32
+"""while drafting does not pay, the last 32 of 512 choices verify drafts, to see whether they pay now. Only requests
+that arrive in these steps draft, and the first tokens of answers are hard to draft, so a few steps would not show it"""
 PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
 """then each observation stands for that many: few drafts are seen, and the traffic may have changed"""
 TRIAL_STEPS = 16
@@ -180,7 +185,8 @@ class DraftBudget:
         average = drafts if self._average is None else self._average.scaled(num_drafting)
         if average is None:
             return Choice(max(seconds), num_drafting)
-        sizes = [size for size in seconds if size > batch]
+        # Each drafting request has its first draft verified.
+        sizes = [size for size in seconds if size - batch >= num_drafting]
 
         def rate_of(size: int, curve: DraftCurve) -> float:
             return (num_requests + self.honesty * curve.expected(size - batch)) / seconds[size]
@@ -196,8 +202,10 @@ class DraftBudget:
         self.gain = rate / plain_rate
         if self._num_observed < (self.trial_steps or WARM_UP):
             return best
-        self._judge(num_requests, rate, plain_rate)
-        if rate > plain_rate:
+        is_stopped = self._is_probing or self.trial_steps
+        pays = rate > plain_rate * (1.0 if is_stopped else STOPS_BELOW)
+        self._judge(pays, num_requests, rate, plain_rate)
+        if pays:
             self._is_probing = False
             return best
         if self.trial_steps:
@@ -207,9 +215,9 @@ class DraftBudget:
         is_probe = (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS
         return best if is_probe else Choice(batch, pays=False)
 
-    def _judge(self, num_requests: int, rate: float, plain_rate: float) -> None:
+    def _judge(self, pays: bool, num_requests: int, rate: float, plain_rate: float) -> None:
         """Say when drafting stops paying, and when it pays again."""
-        pays, now = rate > plain_rate, time.monotonic()
+        now = time.monotonic()
         if pays == self.pays or now < self._changed_at + HOLD_SECONDS:
             return
         self.pays, self._changed_at = pays, now

@@ -8,6 +8,8 @@ states:
     cached   not held, but its content can still be found by key
     blank    not held, without content
 
+A bare page has no drafter entries, because its request decoded without drafts. Only such requests find it.
+
 The key of a page is a digest of its tokens and of the previous page's key. It identifies the whole prefix up to the end
 of the page, and with it the KV cache of target and drafter. Two requests with a common prefix, three tokens per page:
 
@@ -72,6 +74,8 @@ class PagePool:
         """in order of release, least recently used first"""
         self._page_of_key: dict[bytes, int] = {}
         self._key_of_page: dict[int, bytes] = {}
+        self._bare: set[int] = set()
+        """pages with a key but without drafter entries"""
 
     @property
     def capacity(self) -> int:
@@ -128,12 +132,12 @@ class PagePool:
             for start in range(len(keys) * size, len(token_ids) // size * size, size):
                 keys.append(page_key(keys[-1] if keys else ROOT_KEY, token_ids[start : start + size]))
 
-    def match(self, keys: Iterable[bytes]) -> list[int]:
+    def match(self, keys: Iterable[bytes], with_bare: bool = True) -> list[int]:
         """The cached or used pages for these keys, up to the first miss. Does not hold them."""
         pages = []
         for key in keys:
             page = self._page_of_key.get(key)
-            if page is None:
+            if page is None or (not with_bare and page in self._bare):
                 break
             pages.append(page)
         return pages
@@ -152,22 +156,34 @@ class PagePool:
         """Whether other requests can find this page; it must not be written again."""
         return page in self._key_of_page
 
-    def register(self, page: int, key: bytes) -> None:
+    def register(self, page: int, key: bytes, is_bare: bool = False) -> None:
         """Make a held page available to other requests: all its positions are final, and `key` identifies them.
 
-        If another page has that key already, this one stays private to its holder.
+        If another page has that key already, this one stays private to its holder, or replaces it if that one is bare.
         """
         if self._num_holders[page] < 1 or page in self._key_of_page:
             raise IntegrityError(f"page {page} was registered but is not held, or has a key already")
-        if self.reuse and key not in self._page_of_key:
-            self._page_of_key[key] = page
-            self._key_of_page[page] = key
+        other = self._page_of_key.get(key)
+        if not self.reuse or (other is not None and (is_bare or other not in self._bare)):
+            return
+        if other is not None:
+            self._forget(other)
+        self._page_of_key[key] = page
+        self._key_of_page[page] = key
+        if is_bare:
+            self._bare.add(page)
 
     def _forget_oldest(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        self._forget(next(iter(self._cached)))
+        return self._blank.pop()
+
+    def _forget(self, page: int) -> None:
+        """Make a page impossible to find by key; if nobody holds it, it is blank then."""
         del self._page_of_key[self._key_of_page.pop(page)]
-        return page
+        self._bare.discard(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._blank.append(page)
 
     def check_integrity(self, held: Iterable[int] | None = None) -> None:
         """Raise IntegrityError if the pool contradicts itself; `held` lists every page of every holder, if known."""
@@ -192,6 +208,7 @@ class PagePool:
                 yield f"page {page} is lost: neither free nor held"
         yield from (f"page {page} is blank but has a key" for page in self._blank if page in self._key_of_page)
         yield from (f"page {page} is cached but has no key" for page in self._cached if page not in self._key_of_page)
+        yield from (f"page {page} is bare but has no key" for page in self._bare if page not in self._key_of_page)
         if len(self._key_of_page) != len(self._page_of_key):
             yield "pages with a key and keys with a page differ"
         for page, key in self._key_of_page.items():

@@ -17,7 +17,7 @@ from peagle.sampling_params import SamplingParams
 from peagle.scheduling.pages import IntegrityError
 
 if TYPE_CHECKING:
-    from peagle.decoding.grammar import Guide
+    from peagle.decoding.grammar import Draft, Guide
 
 State = Literal["waiting", "prefill", "decode", "finished"]
 
@@ -59,10 +59,8 @@ class Request:
 
     prompt_scores: "dict[int, TokenLogprobs]" = field(init=False, default_factory=dict)
     """for prompt_logprobs: the log-probabilities so far, by index in the prompt"""
-    draft_ids: list[int] = field(init=False, default_factory=list)
+    drafts: "list[Draft]" = field(init=False, default_factory=list)
     """with a guide: the drafts behind the newest token on the device"""
-    draft_parents: list[int] = field(init=False, default_factory=list)
-    """the parent of each: 0 for the newest token, 1 for the first draft"""
     adjusts: bool = field(init=False)
     """whether penalties, biases, min_tokens or a grammar change its logits, or it tolerates drafts"""
     token_ids: list[int] = field(init=False)
@@ -148,7 +146,7 @@ class Request:
         self.row = None
         self.is_paused = False  # prefill fills the drafter's KV cache anew
         self.epoch += 1
-        self.pages, self.draft_ids, self.draft_parents = [], [], []
+        self.pages, self.drafts = [], []
         self.num_in_flight = self.num_prefilled = self.write_from = self.num_registered = 0
 
     def check_integrity(self, page_size: int) -> None:

@@ -55,7 +55,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from peagle.errors import CapacityError, RequestError
-from peagle.scheduling.config import SchedulerConfig, shared_buckets
+from peagle.scheduling.config import SchedulerConfig, shared_bucket
 from peagle.scheduling.pages import IntegrityError, PagePool
 from peagle.scheduling.request import Request
 
@@ -187,7 +187,7 @@ class Scheduler:
         # The newest token is not in the KV cache yet. Everything before it is, and is never written again.
         num_written = len(request.token_ids) - 1
         fills_page = num_written >= (request.num_registered + 1) * self.pages.page_size
-        if fills_page and (request.has_drafts or not self.config.has_drafter):
+        if fills_page:
             self._register(request, num_written)
 
     # The plan ---------------------------------------------------------------------------------------------------------
@@ -262,22 +262,24 @@ class Scheduler:
         return bool(chunks) and is_usual and self._fits(num_tokens, len(chunks), len(decodes))
 
     def _fits(self, num_tokens: int, num_chunks: int, num_decodes: int) -> bool:
-        """Whether the pass of a decode step has room for these chunks. One chunk of the pass is padding."""
+        """Whether the pass of a decode step has room for these chunks."""
         if not self.config.shares_passes or not num_decodes:
             return False
-        buckets = shared_buckets(num_decodes, self.config.prefill_tokens)
-        return any(num_tokens <= tokens and num_chunks < chunks for tokens, chunks in buckets)
+        return shared_bucket(num_decodes, self.config.prefill_tokens, num_tokens, num_chunks) is not None
 
     def _plan_chunks(self, num_left: int, may_admit: bool) -> list[Chunk]:
         """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest."""
         num_scored = SCORED_TOKENS
         shares: dict[Request, int] = {}
-        keys_in_work: set[bytes] = set()
+        keys_in_work: dict[bool, set[bytes]] = {False: set(), True: set()}
+        """by whether their pages will have drafter entries"""
         for request in self._prefilling(may_admit):
             next_keys = request.page_keys[request.num_registered :]
-            if (next_keys and next_keys[0] in keys_in_work) or (request.wants_scores and not num_scored):
+            is_in_work = bool(next_keys) and next_keys[0] in keys_in_work[request.has_drafts]
+            if is_in_work or (request.wants_scores and not num_scored):
                 continue
-            keys_in_work.update(next_keys)
+            for has_drafts in {False, request.has_drafts}:
+                keys_in_work[has_drafts].update(next_keys)
             half = max(num_left // 2, self.pages.page_size)
             share = min(len(request.token_ids) - request.num_prefilled, half, num_left)
             if request.wants_scores:
@@ -299,7 +301,7 @@ class Scheduler:
         """Requests with tokens to prefill, oldest first; admits waiting ones as the caller iterates."""
         for request in [request for request in self._running.values() if request.state == "prefill"]:
             if not request.wants_scores:
-                self._adopt_pages(request, self.pages.match(request.page_keys[request.num_registered :]))
+                self._adopt_pages(request, self._match(request))
             yield request
         while may_admit and (admitted := self._admit_oldest()) is not None:
             yield admitted
@@ -321,7 +323,7 @@ class Scheduler:
             return None
         request = next(iter(self._waiting.values()))
         self.pages.extend_keys(request.page_keys, request.token_ids)
-        shared = [] if request.wants_scores else self.pages.match(request.page_keys)
+        shared = [] if request.wants_scores else self._match(request)
         num_pages = self.pages.pages_for(request.reach(1))
         num_taken = num_pages - sum(self.pages.num_holders(page) > 0 for page in shared)
         # Leave one page to each running request. They grow first, and would only preempt this one again.
@@ -336,6 +338,10 @@ class Scheduler:
         self._adopt_pages(request, shared)
         request.pages += self.pages.allocate(num_pages - len(shared))
         return request
+
+    def _match(self, request: Request) -> list[int]:
+        """Pages of other requests with the same content as the next ones of this request."""
+        return self.pages.match(request.page_keys[request.num_registered :], with_bare=not request.has_drafts)
 
     def _adopt_pages(self, request: Request, shared: list[int]) -> None:
         """Replace the next pages of a request by shared ones with the same content, and skip their prefill."""
@@ -375,7 +381,7 @@ class Scheduler:
         num_full = num_written // self.pages.page_size
         self.pages.extend_keys(request.page_keys, request.token_ids)
         for index in range(request.num_registered, num_full):
-            self.pages.register(request.pages[index], request.page_keys[index])
+            self.pages.register(request.pages[index], request.page_keys[index], is_bare=not request.has_drafts)
         request.num_registered = max(request.num_registered, num_full)
 
     def check_idle(self) -> None:

@@ -3,7 +3,7 @@
 The tables are as wide as the vocabulary, so they are allocated when a request first needs them. A pass without such a
 request does not read them.
 
-Shapes: R rows, B requests of a batch, M drafts, L = M + 1, V vocabulary, E edits, W words of bits.
+Shapes: R rows, B requests of a batch, L places per row, N tokens of a pass, V vocabulary, E edits, W words of bits.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import RequestError
-from peagle.kernels.adjust import BITS, Edits, Penalties, adjust_logits
+from peagle.kernels.adjust import BITS, Edits, Penalties, Places, adjust_logits
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.request import Request
 
@@ -62,24 +62,14 @@ class Adjustments:
 
     # On the device ----------------------------------------------------------------------------------------------------
 
-    def apply(
-        self, logits_NV: Tensor, rows_B: Tensor, drafts_BM: Tensor, position_BL: Tensor, ancestors_BL: Tensor
-    ) -> Tensor:
-        """Adjusted logits, float32 [N, V]; see `adjust_logits`."""
+    def apply(self, logits_NV: Tensor, places: Places, node_N: Tensor) -> Tensor:
+        """Adjusted logits, float32 [N, V]; see `adjust_logits`. The tokens are those of these nodes of their rows."""
         return adjust_logits(
             logits_NV,
-            Edits(self.edit_ids[rows_B], self.edit_value[rows_B], self.edit_end[rows_B]),
-            Penalties(
-                self.repetition[rows_B],
-                self.frequency[rows_B],
-                self.presence[rows_B],
-                self.counts[rows_B],
-                self.is_in_prompt[rows_B],
-            ),
-            self.allowed[rows_B, : position_BL.shape[1]],
-            drafts_BM,
-            position_BL,
-            ancestors_BL,
+            places,
+            Edits(self.edit_ids, self.edit_value, self.edit_end),
+            Penalties(self.repetition, self.frequency, self.presence, self.counts, self.is_in_prompt),
+            self.allowed[places.row_N, node_N],
         )
 
     def count(self, rows_B: Tensor, tokens_BL: Tensor, num_tokens_B: Tensor) -> None:

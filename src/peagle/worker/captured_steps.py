@@ -106,7 +106,8 @@ class CapturedSteps:
     def capture_all(self, progress: Progress, adjustments: Adjustments | None) -> CaptureCost:
         """Capture every shape, the largest first, so that the others reuse its memory.
 
-        With `adjustments`, capture the passes that adjust logits too; else they are captured when first needed.
+        With `adjustments`, also capture passes that adjust logits: of each batch those with no drafts and with the
+        most. Other passes that adjust logits are captured when first needed.
         """
         started, free = time.perf_counter(), free_bytes(self.device)
         shapes = [
@@ -134,7 +135,7 @@ class CapturedSteps:
             for bucket in reversed(self.prefill_sizes):
                 self._prefill_replay(PrefillShape(bucket, True), adjustments)
             for size in reversed(self.decode_sizes):
-                for num_tokens in {size, self.most_tokens(size)}:
+                for num_tokens in {size, max(self.verify_sizes(size))}:
                     self._decode_replay(DecodeShape(size, num_tokens, True), adjustments)
         progress("ready", total, total)
         num_graphs = (1 if self.step.drafting is None else 2) * len(self.prefills) + len(self.decodes) + len(shared)
@@ -239,10 +240,6 @@ class CapturedSteps:
     def size(self, num_rows: int) -> int:
         """The captured batch size for a number of rows."""
         return next(size for size in self.decode_sizes if size >= num_rows)
-
-    def most_tokens(self, size: int) -> int:
-        """Tokens of a pass with all drafts of a batch."""
-        return size * self.step.state.tokens.shape[1]
 
     def verify_sizes(self, size: int) -> tuple[int, ...]:
         """Tokens of the verification passes of a batch, to choose from."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.decoding.grammar import Draft
 from peagle.scheduling.draft_budget import Choice
 from peagle.scheduling.request import Request, TokenLogprobs
 from peagle.scheduling.scheduler import Chunk
@@ -45,9 +46,8 @@ class Emission(NamedTuple):
     """bit i is set if token i is a tolerated draft, not the target's own choice, and if it is a bonus token"""
     logprobs: list[TokenLogprobs] | None
     is_prefill: bool = False
-    draft_ids: list[int] | None = None
-    draft_parents: list[int] = []
-    """for a request with a grammar: the drafts behind the newest token, and the parent of each"""
+    drafts: list[Draft] | None = None
+    """for a request with a grammar: the drafts behind the newest token"""
 
 
 class PromptScores(NamedTuple):
@@ -77,8 +77,8 @@ class Pass:
     """the drafts for the next pass, as in `DraftCurve`"""
     logprobs: dict[int, LogprobSpan] = field(default_factory=dict)
     """by place in `requests`"""
-    newest: dict[int, Tensor] = field(default_factory=dict)
-    """for requests with a grammar, by place in `requests`: newest token and drafts, and the parent of each, [2, L]"""
+    drafts: dict[int, Tensor] = field(default_factory=dict)
+    """for requests with a grammar, by place in `requests`: the fields of each `Draft`, float64 [3, M]"""
 
     @property
     def num_accepted(self) -> int:
@@ -112,9 +112,11 @@ class Pass:
             values = emitted[line]
             count, num_drafts, marks = values[:3]
             logprobs = self.logprobs[index].to_list()[:count] if index in self.logprobs else None
-            drafts = self.newest[index][:, 1:].tolist() if index in self.newest else ()
+            drafts = None
+            if index in self.drafts:
+                drafts = [(int(token), int(parent), score) for token, parent, score in self.drafts[index].T.tolist()]
             tokens = values[3 : 3 + count]
-            yield Emission(request, epoch, tokens, num_drafts, marks, logprobs, is_prefill, *drafts)
+            yield Emission(request, epoch, tokens, num_drafts, marks, logprobs, is_prefill, drafts)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 One pass takes chunks of several requests. It fills both KV caches. For a chunk that ends its sequence it leaves the row
 as a decode step does: with a newest token and its drafts. The pass has two halves, so that the first token can leave
-before its drafts are made.
+before its drafts are made. If no request of the pass has drafts, the second half does not run.
 
 Shapes: N tokens, C chunks, S tokens whose logits are kept for prompt_logprobs, V vocabulary.
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.kernels.adjust import Places
 from peagle.kernels.attention import WASTE_PAGE, PagedRows
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
@@ -90,8 +91,9 @@ class Prefill:
         else:
             first = self._run_first_tokens_adjusted(chunks, layout.end_C, logits_CV, adjustments)
         place_C1 = torch.arange(len(last_C), device=last_C.device)[:, None]
-        if self.drafting is None:
-            self.state.tokens.index_copy_(0, first.rows_C, first.next_C1)
+        # Plain rows, until `draft` runs.
+        self.state.tokens[:, :1].index_copy_(0, first.rows_C, first.next_C1)
+        self.state.confidence.index_fill_(0, first.rows_C, float("-inf"))
         result = PassResult(first.emitted_C4, logits_CV, place_C1, scored_logits_SV)
         return Prefilled(result, chunks, layout, first, aux_NA)
 
@@ -131,8 +133,9 @@ class Prefill:
     def _first_tokens_adjusted(
         self, chunks: Chunks, end_C: Tensor, logits_CV: Tensor, adjustments: Adjustments
     ) -> FirstTokens:
-        no_drafts_C0, root_C1 = chunks.row_C.new_empty(len(end_C), 0), torch.ones_like(end_C)[:, None]
-        adjusted_CV = adjustments.apply(logits_CV, chunks.row_C, no_drafts_C0, end_C[:, None], root_C1)
+        no_drafts_C0, root_C = end_C.new_empty(len(end_C), 0), torch.zeros_like(end_C)
+        places = Places(chunks.row_C, end_C, no_drafts_C0, root_C + 1)
+        adjusted_CV = adjustments.apply(logits_CV, places, root_C)
         first = self._first_tokens(chunks, end_C, adjusted_CV)
         adjustments.count(first.rows_C, first.next_C1, first.emitted_C4[:, 0])
         return first

@@ -18,7 +18,7 @@ from peagle.checkpoint.replacement import Replacement
 from peagle.drafter.model import Drafter
 from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
-from peagle.scheduling.config import EngineConfig, shared_buckets, verify_sizes
+from peagle.scheduling.config import EngineConfig, shared_bucket, verify_sizes
 from peagle.scheduling.draft_budget import TRIAL_STEPS, Choice, DraftBudget, DraftCurve
 from peagle.scheduling.request import Request, step_room
 from peagle.scheduling.scheduler import Plan
@@ -185,7 +185,7 @@ class Runner:
         with self._inference():
             self.uploads.send(plan)
             launch.started = self._event()
-            choice = self._choose(plan.decodes, False) if plan.shares_pass else None
+            choice = self._choose(plan.decodes) if plan.shares_pass else None
             if choice is not None and (self.drafter is None or choice.num_drafting):
                 self._share(plan, launch, choice)
                 launch.done = self._event()
@@ -202,11 +202,8 @@ class Runner:
     def _share(self, plan: Plan, launch: Launch, choice: Choice) -> None:
         """Run the decode step and the chunks as one pass."""
         rows = [cast(int, request.row) for request in plan.decodes]
-        bucket = next(
-            (tokens, chunks)
-            for tokens, chunks in shared_buckets(len(rows), self.config.prefill_tokens)
-            if plan.num_prompt_tokens <= tokens and len(plan.chunks) < chunks
-        )
+        bucket = shared_bucket(len(rows), self.config.prefill_tokens, plan.num_prompt_tokens, len(plan.chunks))
+        assert bucket is not None, "checked by the scheduler"
         upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
         if self.captured is not None:
             decoded, prefilled = self.captured.decode_beside(rows, upload, bucket)
@@ -250,7 +247,7 @@ class Runner:
         return event
 
     def _prefill(self, plan: Plan, launch: Launch) -> Callable[[], None] | None:
-        """Run the first half of a prefill pass, and return the second."""
+        """Run the first half of a prefill pass, and return the second; None if no request of it has drafts."""
         bucket = plan.num_prompt_tokens, len(plan.chunks) + 1
         if self.captured is not None:
             bucket = self.captured.bucket(*bucket)
@@ -270,7 +267,7 @@ class Runner:
         launch.scores = made.scores(result, logprobs, scored)
         logprobs.fetch(self._transfers)
         launch.passes.append(made)
-        return draft
+        return draft if any(chunk.request.has_drafts for chunk in plan.chunks) else None
 
     def _prefilled(self, plan: Plan, result: PassResult, logprobs: LaunchLogprobs) -> Pass:
         """The first tokens of the requests whose last chunk ran; the caller fetches `logprobs`."""
@@ -283,7 +280,7 @@ class Runner:
     def _decode(self, requests: Sequence[Request], choice: Choice | None) -> Pass:
         rows = [cast(int, request.row) for request in requests]
         adjustments = self._adjustments_for(requests)
-        choice = choice or self._choose(requests, adjustments is not None)
+        choice = choice or self._choose(requests)
         if self.captured is not None:
             result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
@@ -303,17 +300,14 @@ class Runner:
         self._fetch_drafts(made)
         return made
 
-    def _choose(self, requests: Sequence[Request], is_adjusted: bool) -> Choice:
+    def _choose(self, requests: Sequence[Request]) -> Choice:
         """The tokens of the verification pass. Requests whose drafts do not pay are paused."""
         size = len(requests) if self.captured is None else self.captured.size(len(requests))
         drafting = [request for request in requests if request.has_drafts]
         if not drafting:
             return Choice(size)
-        num_places = self.state.tokens.shape[1]
-        if is_adjusted:
-            return Choice(size * num_places, len(drafting))
         if self.budget is None:
-            most = max(verify_sizes(size, num_places - 1, self.config.verify_tokens or 0))
+            most = max(verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most), len(drafting))
         num_paused = sum(request.is_paused for request in requests)
         on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
@@ -365,8 +359,9 @@ class Runner:
         """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
         for index, request in enumerate(made.requests):
             if request.guide is not None:
-                drafts_2L = torch.stack([self.state.tokens[request.row], self.state.parent[request.row]])
-                made.newest[index] = self._transfers.fetch(drafts_2L)
+                tables = (self.state.tokens[:, 1:], self.state.parent[:, 1:], self.state.confidence)
+                drafts_3M = torch.stack([table[request.row].double() for table in tables])
+                made.drafts[index] = self._transfers.fetch(drafts_3M)
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 

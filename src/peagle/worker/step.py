@@ -14,8 +14,8 @@ chain is a tree without branches. One step:
 The step leaves the newest token and its drafts in the row, so the next step can start without the host. Decoding
 without a drafter is the same with K = 0. `prefill.py` puts new requests into this state.
 
-All shapes depend on B, M and K alone, so each B is one CUDA graph. A batch with a request that adjusts its logits or
-tolerates drafts (`Adjustments`), and a batch without drafts, have graphs of their own.
+All shapes depend on B, M, K and N alone, so each B and N is one CUDA graph. A batch with a request that adjusts its
+logits or tolerates drafts (`Adjustments`), and a batch without drafts, have graphs of their own.
 
 Shapes: B requests of the batch, M drafts, L = M + 1, K depths, D = K + 1, E = D + 3, N tokens of the verification
 pass, V vocabulary, A width of the concatenated hidden states (aux) of the target.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from peagle.decoding.verify import keep_path, tolerate
+from peagle.kernels.adjust import Places
 from peagle.kernels.compiler import Compile
 from peagle.targets.paged import Memory, PagedTarget
 from peagle.worker.adjustments import Adjustments
@@ -92,7 +93,7 @@ class Step:
     ) -> PassResult:
         """Run one step for these rows. Pass `adjustments` if a request among them adjusts its logits.
 
-        `num_tokens` limits the verification pass to the likeliest drafts; adjusted passes verify all.
+        `num_tokens` limits the verification pass to the likeliest drafts.
         """
         verified = self.verify(rows_B, adjustments, num_tokens)
         self.draft(rows_B, verified)
@@ -107,7 +108,7 @@ class Step:
     # First half: verify, accept, commit -------------------------------------------------------------------------------
 
     def verify(self, rows_B: Tensor, adjustments: Adjustments | None = None, num_tokens: int | None = None) -> Verified:
-        batch = self.verify_batch(rows_B, None if adjustments is not None else num_tokens)
+        batch = self.verify_batch(rows_B, num_tokens)
         logits_NV, aux_NA = self.target.forward(
             batch.token_ids_N,
             batch.position_N,
@@ -156,15 +157,16 @@ class Step:
         self, rows_B: Tensor, batch: VerifyBatch, logits_NV: Tensor, adjustments: Adjustments
     ) -> Accepted:
         """Adjust the logits before accepting, and count the emitted tokens for the penalties of the next step."""
-        tokens_BL = batch.token_ids_N.view(len(rows_B), -1)
-        position_BL = batch.paged_rows.context_B[:, None] + self.state.depth[rows_B] + 1
-        adjusted_NV = adjustments.apply(logits_NV, rows_B, tokens_BL[:, 1:], position_BL, self.state.ancestors[rows_B])
-        exact_N = self.state.choose(adjusted_NV, batch.row_N, batch.position_N + 1)
+        state, row_N, node_N = self.state, batch.row_N, batch.node_N
+        places = Places(row_N, batch.position_N + 1, state.tokens[:, 1:][row_N], state.ancestors[row_N, node_N])
+        adjusted_NV = adjustments.apply(logits_NV, places, node_N)
+        exact_N = state.choose(adjusted_NV, row_N, places.index_N)
         wanted_BL = tolerate(
-            exact_N.view(tokens_BL.shape),
-            adjusted_NV.view(*tokens_BL.shape, -1),
-            tokens_BL,
-            self.state.parent[rows_B],
+            exact_N[batch.place_BL],
+            adjusted_NV,
+            batch.place_BL,
+            batch.token_ids_N[batch.place_BL],
+            state.parent[rows_B],
             batch.num_drafts_B,
             adjustments.tolerated_gap[rows_B],
         )

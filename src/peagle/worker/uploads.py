@@ -82,14 +82,15 @@ class Uploads:
         adjustments, state, row = self.adjustments, self.state, request.row
         assert adjustments is not None and row is not None, "allocated when the request was added"
         allowed_LW = np.empty(adjustments.allowed.shape[1:], np.int32)
-        drafts = request.guide.plan(request.draft_ids, request.draft_parents, request.num_draft_tokens, allowed_LW)
+        drafts = request.guide.plan(request.drafts, request.num_draft_tokens, allowed_LW)
         adjustments.write(adjustments.allowed[row], allowed_LW)
-        if not request.draft_ids:  # a prefill pass
+        if not request.drafts:  # a prefill pass
             return
         num_kept = len(drafts)
         adjustments.write(state.tokens[row, 1 : 1 + num_kept], np.array(drafts.token_ids, np.int64))
-        confidence = np.where(np.arange(len(state.confidence[row])) < num_kept, 0, -np.inf)
-        adjustments.write(state.confidence[row], confidence.astype(np.float32))
+        confidence = np.full(len(state.confidence[row]), -np.inf, np.float32)
+        confidence[:num_kept] = drafts.scores[1:]
+        adjustments.write(state.confidence[row], confidence)
         if state.is_tree:
             for name, values in (("parent", drafts.parents), ("depth", drafts.depths), ("ancestors", drafts.ancestors)):
                 adjustments.write(getattr(state, name)[row, : 1 + num_kept], np.array(values, np.int64))

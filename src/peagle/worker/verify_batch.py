@@ -45,6 +45,8 @@ class VerifyBatch(NamedTuple):
     """position of each token in its sequence, clamped to the target's last position"""
     row_N: Tensor
     """the row that each token belongs to"""
+    node_N: Tensor
+    """which node of its row each token is; 0 is the newest token"""
     paged_rows: PagedRows
     place_BL: Tensor
     """places, among the N, of each request's newest token and drafts; a draft left out has the place of the last one"""
@@ -94,6 +96,7 @@ def all_drafts(state: RowState, rows_B: Tensor, page_size: int, max_position: in
         state.tokens[rows_B].flatten(),
         (length_B[:, None] + depth_BL).flatten().clamp_max(max_position),
         rows_B[:, None].expand(-1, num_places).flatten(),
+        node_L.expand(num_requests, -1).flatten(),
         PagedRows(table_BP, first_B1, length_B, cell_BL.flatten(), node_L.new_empty(num_places, 0), tree),
         first_B1[:-1, None] + node_L,
         num_drafts(state.confidence[rows_B]),
@@ -123,6 +126,7 @@ def likeliest_drafts(
         state.tokens[row_N, node_N],
         (length_B[request_N] + depth_N).clamp_max(max_position),
         row_N,
+        node_N,
         PagedRows(table_BP, torch.cat([first_B, end_B[-1:]]), length_B, cell_N, span_L0, tree),
         first_B[:, None] + torch.minimum(node_L, num_chosen_B[:, None]),
         torch.minimum(num_chosen_B, num_drafts(confidence_BM)),
