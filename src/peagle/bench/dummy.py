@@ -64,14 +64,20 @@ def _probability(length: float, num_draft_tokens: int) -> float:
     return high
 
 
-def dummy_drafter(target: "HFTarget", num_draft_tokens: int) -> "Drafter":
-    """A random P-EAGLE drafter of the published size for a target, in its dtype and on its device."""
+def dummy_drafter(
+    target: "HFTarget", num_draft_tokens: int, num_layers: int = NUM_LAYERS, draft_vocab_size: int | None = None
+) -> "Drafter":
+    """A random P-EAGLE drafter for a target, in its dtype and on its device.
+
+    Its draft vocabulary are the target's first ids; by default all of them.
+    """
     import torch
 
     from peagle.drafter.create import config_for_target
     from peagle.drafter.model import Drafter
 
-    config = config_for_target(target, num_layers=NUM_LAYERS, mask_token_id=0, num_draft_tokens=num_draft_tokens)
+    switches = {"num_draft_tokens": num_draft_tokens, "draft_vocab_size": draft_vocab_size}
+    config = config_for_target(target, num_layers=num_layers, mask_token_id=0, **switches)
     with torch.device(target.device):
         drafter = Drafter(config, target.embedding_VD, target.head_VD).to(target.dtype)
     with torch.no_grad():

@@ -245,7 +245,7 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], BaseException | None]:
     """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
-    from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
+    from peagle.bench.bandwidth import bandwidth_report, experts_read, measure_bandwidth, random_prompts
 
     assert arguments.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
@@ -254,13 +254,13 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     shares = () if given is None else assumed_shares(given, max(depths))
     drafters = {} if given is None else {"p-eagle": dummy_drafter(target, max(depths))}
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
-    bandwidth = measure_bandwidth(target.device)
     cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
     stop = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
+    read = {} if stop is not None else experts_read(target, drafters, cells, prompt_ids, shares)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
-    facts |= {"bandwidth": bandwidth_report(target, bandwidth, results, drafters.get("p-eagle"))}
-    facts |= {"num_planned_cells": len(cells)}
+    report = bandwidth_report(target, measure_bandwidth(target.device), results, read, drafters.get("p-eagle"))
+    facts |= {"bandwidth": report, "num_planned_cells": len(cells)}
     return facts | ({"assumed_acceptance": shares} if shares else {}), stop
 
 

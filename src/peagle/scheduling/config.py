@@ -67,6 +67,9 @@ class EngineConfig(EngineOptions):
     each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
     """capture the CUDA graphs for penalties, biases and grammars at start, not when a request first needs them"""
+    captured_batches: tuple[int, ...] = ()
+    """for measurements that start quickly: batch sizes with a CUDA graph, the last of them `max_batch`, and one graph
+    for prefill. Default: `decode_buckets` and `prefill_buckets`"""
     assumed_acceptance: tuple[float, ...] = ()
     """for measurements with random weights: accept the draft at each depth of a chain in this share of the steps,
     whatever the target says"""
@@ -75,6 +78,9 @@ class EngineConfig(EngineOptions):
         super().__post_init__()
         for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
             self._require(name, minimum)
+        batches = self.captured_batches
+        if batches and (list(batches) != sorted({*batches}) or batches[0] < 1 or batches[-1] != self.max_batch):
+            raise ConfigError(f"captured_batches must ascend to max_batch={self.max_batch}, got {list(batches)}")
         shares = self.assumed_acceptance
         if not all(0 <= share <= 1 for share in shares) or any(a < b for a, b in pairwise(shares)):
             raise ConfigError(f"assumed_acceptance must be shares that do not grow with depth, got {list(shares)}")

@@ -156,9 +156,8 @@ class Runner:
             self.plain_step,
             self.prefill,
             self.max_batch,
-            self.config.prefill_tokens,
             self._transfers,
-            self.config.verify_tokens,
+            self.config,
         )
         if self.config.capture_adjusted:
             self.uploads.prepare_adjustments()
