@@ -21,7 +21,7 @@ import torch
 
 from peagle.bench.bandwidth import experts_read, measure_bandwidth, random_prompts, weight_bytes_per_step
 from peagle.bench.cells import PLAIN, Cell
-from peagle.bench.dummy import NUM_LAYERS, USUAL_DEPTH, drafter_bytes, dummy_drafter
+from peagle.bench.dummy import NUM_LAYERS, USUAL_DEPTH, drafter_bytes, dummy_drafter, published_drafter
 from peagle.bench.offline import WARMUP_TOKENS, llm_factory, reason_of, warm_up
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
@@ -88,7 +88,8 @@ def measure(
         plain[row["batch"]] = row["step_ms"]
         yield {"shape": name, **row}
     for num_layers, vocab in drafters if draft_batches else ():
-        drafter = dummy_drafter(target, USUAL_DEPTH, num_layers, min(vocab, target.vocab_size) or None)
+        size = num_layers, min(vocab, target.vocab_size) or None, published_drafter(shape)
+        drafter = dummy_drafter(target, USUAL_DEPTH, *size)
         for row in steps(target, drafter, sorted(draft_batches), bandwidth):
             layers = {"drafter_layers": num_layers, "draft_vocab": drafter.config.draft_vocab_size}
             yield {"shape": name, **row, **layers, "plain_steps": round(row["step_ms"] / plain[row["batch"]], 3)}

@@ -191,6 +191,12 @@ CASES = {
     "bench --dummy llama-8b --assume-acceptance 0.5,0.7": "which do not grow",
     "bench --dummy llama-8b --assume-acceptance 0.5,0.4 --num-draft-tokens 3": "has 2 shares, but 3 draft tokens",
     "bench --dummy llama-8b --assume-acceptance 5 --num-draft-tokens 3": "3 draft tokens reach at most 4",
+    "bench --dummy llama-8b --assume-acceptance published": "no acceptance length is published for the shape llama-8b",
+    "bench --dummy llama-8b --assume-acceptance published,0.5": "takes shares or 'published', not both",
+    "bench --dummy llama-8b --drafter-layers 2": "--drafter-layers needs --assume-acceptance",
+    "bench --dummy llama-8b --assume-acceptance 0.5 --drafter-layers 0": "drafter_layers must be at least 1",
+    "bench --dummy llama-8b --assume-acceptance 0.5 --draft-vocab 200000": "exceeds the vocabulary of 128256 tokens",
+    f"{BENCH} --draft-vocab 100": "--draft-vocab needs --dummy",
     f"{BENCH} --assume-acceptance 0.5": "--assume-acceptance needs --dummy",
     # a drafter for another target
     f"{GENERATE} --target stranger": "'stranger', its weights are not the ones the drafter was trained on",

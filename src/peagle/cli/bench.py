@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.anchors import anchors_of, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_cells
 from peagle.bench.conversations import Conversations
-from peagle.bench.dummy import USUAL_DEPTH, assumed_shares, assumption, dummy_drafter
+from peagle.bench.dummy import assumption
 from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import cell_line, document_of, facts_of, print_document, tables
@@ -25,18 +25,17 @@ from peagle.console.arguments import (
     NumbersOrAuto,
     ServedModelArguments,
     ServedTargetArguments,
-    Shares,
     WorkloadArguments,
     accelerator,
     parse,
 )
 from peagle.console.progress import progress_bar
+from peagle.console.random_weights import RandomWeights
 from peagle.cost import MeasuredCost, cost_lines
 from peagle.data.prompts import Prompt
 from peagle.errors import CheckpointError, ConfigError, interrupt_behind, nearest
 from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
-from peagle.targets.shapes import read_shape
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -69,11 +68,7 @@ class Arguments(ServedModelArguments):
     and the target is a GGUF file"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
-    dummy: str | None = None
-    """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
-    assume_acceptance: Shares | None = None
-    """with --dummy: also draft with a random drafter, whose drafts are accepted in these shares of the steps, by
-    position; or one number: the probability of each draft, or beyond 1 the acceptance length"""
+    random_weights: RandomWeights = field(default_factory=RandomWeights)
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     cost: MeasuredCost = field(default_factory=MeasuredCost)
 
@@ -85,7 +80,7 @@ def main(argv: list[str]) -> int:
         return bench_serve.main(argv[1:])
     arguments = checked(parse(Arguments, "bench", argv))
     results: list[CellResult] = []
-    run = run_dummy if arguments.dummy is not None else run_workload
+    run = run_dummy if arguments.random_weights.dummy is not None else run_workload
     facts, stop = run(arguments, results)
     if stop is not None and not results:
         raise stop
@@ -127,7 +122,7 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens != AUTO and not drafted:
         raise ConfigError("--num-draft-tokens needs a method that drafts", hint="add p-eagle or eagle3 to --methods")
-    if arguments.dummy is None:
+    if arguments.random_weights.dummy is None:
         arguments = replace(arguments, target=_target(arguments, drafted))
     if "eagle3" in drafted and (arguments.eagle3_drafter or shipped_eagle3_drafter(arguments.target.target)) is None:
         raise ConfigError(
@@ -162,13 +157,8 @@ def _target(arguments: Arguments, drafted: Sequence[str]) -> ServedTargetArgumen
 
 
 def _check_dummy(arguments: Arguments) -> None:
-    if arguments.dummy is None:
-        if arguments.workload.prompts is None:
-            raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
-        if arguments.assume_acceptance:
-            raise ConfigError("--assume-acceptance needs --dummy", hint="drop it: with prompts, acceptance is measured")
-        return
-    read_shape(arguments.dummy)
+    if arguments.random_weights.dummy is None and arguments.workload.prompts is None:
+        raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
     others: dict[str, Any] = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,
@@ -180,20 +170,7 @@ def _check_dummy(arguments: Arguments) -> None:
         "--eagle3-drafter": arguments.eagle3_drafter,
         "--methods": arguments.methods if arguments.methods not in (DEFAULT_METHODS, (PLAIN,)) else None,
     }
-    if arguments.assume_acceptance is None:
-        others["--num-draft-tokens"] = arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None
-    else:
-        assumed_shares(arguments.assume_acceptance, max(_dummy_depths(arguments)))
-    for name, value in others.items():
-        if value:
-            raise ConfigError(
-                f"--dummy runs plain decoding on random weights and prompts, which contradicts {name}",
-                hint="drop one of the two",
-            )
-
-
-def _dummy_depths(arguments: Arguments) -> tuple[int, ...]:
-    return tuple(depth for depth in arguments.num_draft_tokens if depth is not None) or (USUAL_DEPTH,)
+    arguments.random_weights.check(arguments.num_draft_tokens, others)
 
 
 def run_workload(
@@ -247,12 +224,12 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
     from peagle.bench.bandwidth import bandwidth_report, experts_read, measure_bandwidth, random_prompts
 
-    assert arguments.dummy is not None
+    chosen = arguments.random_weights
+    assert chosen.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
-    target = arguments.target.create(arguments.dummy)
-    depths, given = _dummy_depths(arguments), arguments.assume_acceptance
-    shares = () if given is None else assumed_shares(given, max(depths))
-    drafters = {} if given is None else {"p-eagle": dummy_drafter(target, max(depths))}
+    target = arguments.target.create(chosen.dummy)
+    depths = chosen.depths(arguments.num_draft_tokens)
+    shares, drafters = chosen.shares(max(depths)), chosen.drafters(target, max(depths))
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
     cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}

@@ -204,7 +204,6 @@ def _number_or_auto(word: str) -> int | None:
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
-Shares = Annotated[tuple[float, ...], comma_list(float, "FLOAT[,FLOAT...]", may_repeat=True)]
 NumbersOrAuto = Annotated[tuple[int | None, ...], comma_list(_number_or_auto, "{INT|auto}[,...]")]
 
 
@@ -282,10 +281,11 @@ SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
     "alarms", "allow_mismatch", "anchors", "assume_acceptance", "categories", "checkpoint_activations", "cors_origins",
-    "detailed", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init",
-    "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head",
-    "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention",
-    "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
+    "detailed", "draft_vocab", "drafter_layers", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body",
+    "goodput", "ignore_eos", "init", "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p",
+    "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty",
+    "request_seconds", "retention", "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance",
+    "training_hours", "vllm_python",
 }  # fmt: skip
 """Fields whose options only --help-all shows. They work all the same."""
 HELP_ALL = "--help-all"
