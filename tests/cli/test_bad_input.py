@@ -188,6 +188,7 @@ CASES = {
     "bench --dummy llama-8b --prompts rows.jsonl": "contradicts --prompts",
     "bench --dummy llama-8b --target target": "contradicts --target",
     "bench --dummy llama-8b --anchors": "contradicts --anchors",
+    f"{BENCH} --anchors lama.cpp": "no anchor 'lama.cpp'\nhint: did you mean 'llama.cpp'?",
     "bench --dummy llama-8b --methods p-eagle": "contradicts --methods",
     "bench --dummy llama-8b --num-draft-tokens 3": "contradicts --num-draft-tokens",
     "bench --dummy llama-8b --assume-acceptance 0.5,0.7": "which do not grow",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.anchors import anchors_of, run_anchors
+from peagle.bench.anchors import SHORT_NAMES, anchors_of, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_cells
 from peagle.bench.conversations import Conversations
 from peagle.bench.dummy import assumption
@@ -20,6 +20,7 @@ from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import cell_line, document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
 from peagle.console.arguments import (
+    Anchors,
     Names,
     Numbers,
     NumbersOrAuto,
@@ -63,9 +64,9 @@ class Arguments(ServedModelArguments):
     """plot throughput against concurrency into this file (.png, .svg or .pdf)"""
     report: Path | None = None
     """write a report with charts into this file (.html or .md)"""
-    anchors: bool = False
-    """also measure transformers (eager, static compiled, continuous batching), and llama.cpp if xllamacpp is installed
-    and the target is a GGUF file"""
+    anchors: Anchors | None = None
+    """also measure transformers (eager, static compiled, continuous batching) and llama.cpp, which needs xllamacpp and
+    a GGUF file on a CPU: those that are named, or without a name all that can run"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     random_weights: RandomWeights = field(default_factory=RandomWeights)
@@ -135,9 +136,12 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     ):
         if value is not None and method not in drafted:
             raise ConfigError(f"{flag} needs {method} in --methods", hint=f"add {method}, or drop {flag}")
-    arguments.target.refuse_quantize("--anchors", arguments.anchors)
+    arguments.target.refuse_quantize("--anchors", arguments.anchors is not None)
+    for name in arguments.anchors or ():
+        if name not in SHORT_NAMES:
+            raise ConfigError(f"no anchor {name!r}", hint=nearest(name, SHORT_NAMES))
     temperature = arguments.workload.temperature
-    if arguments.anchors and temperature > 0:
+    if arguments.anchors is not None and temperature > 0:
         raise ConfigError(
             f"--anchors decode greedily, but --temperature is {temperature}: rates would not be comparable",
             hint="drop one of the two",
@@ -164,7 +168,7 @@ def _check_dummy(arguments: Arguments) -> None:
         "--limit": arguments.workload.limit,
         "--categories": arguments.workload.categories,
         "--max-turns": arguments.workload.max_turns,
-        "--anchors": arguments.anchors,
+        "--anchors": arguments.anchors is not None,
         "--target": arguments.target.target,
         "--drafter": arguments.drafter.drafter,
         "--eagle3-drafter": arguments.eagle3_drafter,
@@ -184,7 +188,7 @@ def run_workload(
     prompts = prompts or [
         Prompt(str(number), (), "recorded", category="recorded") for number in range(len(recorded or ()))
     ]
-    if arguments.anchors and any(prompt.later for prompt in prompts):
+    if arguments.anchors is not None and any(prompt.later for prompt in prompts):
         raise ConfigError("--anchors answer one turn of each prompt, but some have several", hint="add --max-turns 1")
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
@@ -302,8 +306,8 @@ def measure(
         turns: dict[str, Any] = {"conversations": conversations, "device": target.device}
         try:
             sweep(cells, factory, prompts, params, results, **turns, **options)
-            if arguments.anchors:
-                run_anchors(target, prompts, concurrency, max_tokens, results, **options)
+            if arguments.anchors is not None:
+                run_anchors(target, prompts, concurrency, max_tokens, results, chosen=arguments.anchors, **options)
         except (Exception, KeyboardInterrupt) as error:
             log.warning("stopped: %d of %d cells finished", len(results), total)
             return interrupt_behind(error)
@@ -312,4 +316,5 @@ def measure(
 
 def num_planned(arguments: Arguments, cells: Sequence[Cell], target: "HFTarget") -> int:
     """The number of cells with those of the anchors."""
-    return len(cells) + (len(anchors_of(target)) * len(arguments.concurrency) if arguments.anchors else 0)
+    anchors = () if arguments.anchors is None else anchors_of(target, arguments.anchors)
+    return len(cells) + len(anchors) * len(arguments.concurrency)

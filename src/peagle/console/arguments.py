@@ -176,11 +176,13 @@ class KeyArguments:
 
 
 def comma_list(
-    read: Callable[[str], T], metavar: str, *, may_repeat: bool = False
+    read: Callable[[str], T], metavar: str, *, may_repeat: bool = False, may_be_empty: bool = False
 ) -> PrimitiveConstructorSpec[tuple[T, ...]]:
     """Comma-separated values, without duplicates unless they may repeat."""
 
     def values(words: list[str]) -> tuple[T, ...]:
+        if not words:
+            return ()
         found = tuple(read(word.strip()) for word in words[0].split(",") if word.strip())
         if not found:
             raise ValueError(f"{words[0]!r} is empty")
@@ -189,7 +191,7 @@ def comma_list(
         return found
 
     return PrimitiveConstructorSpec(
-        nargs=1,
+        nargs=(0, 1) if may_be_empty else 1,
         metavar=metavar,
         instance_from_str=values,
         is_instance=lambda instance: isinstance(instance, tuple),
@@ -203,6 +205,7 @@ def _number_or_auto(word: str) -> int | None:
 
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
+Anchors = Annotated[tuple[str, ...], comma_list(str, "[NAME[,NAME...]]", may_be_empty=True)]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
 NumbersOrAuto = Annotated[tuple[int | None, ...], comma_list(_number_or_auto, "{INT|auto}[,...]")]
 

@@ -57,7 +57,7 @@ class RandomWeights:
                 if value is not None:
                     raise ConfigError(f"{name} needs --dummy", hint="drop it: with prompts, the drafter is real")
             return
-        vocab_size = read_shape(self.dummy).get("vocab_size", self.draft_vocab)
+        vocab_size: int = read_shape(self.dummy).get("vocab_size", self.draft_vocab or 0)
         if self.assume_acceptance is None:
             others = {**others, "--num-draft-tokens": any(num_draft_tokens)}
             for name in ("--drafter-layers", "--draft-vocab"):
