@@ -15,16 +15,8 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent
 PEAGLE = [sys.executable, "-m", "peagle"]
-SHAPES = {
-    "llama-8b": (None, "fp8", "int8", "int4"),
-    "gpt-oss-20b": (None, "mxfp4"),
-    "qwen3-30b-a3b": (None, "fp8"),
-    "gemma-4-31b": (None,),
-    "gpt-oss-120b": ("mxfp4",),
-}
-"""Shapes, and the forms of their weights; None is bfloat16."""
-ACCEPTANCE = "0.8,0.7,0.6,0.5,0.45,0.4,0.35"
-"""Of the drafter that `shapes` assumes: the step's cost depends little on it."""
+DRAFTED = ("llama-8b", "gpt-oss-20b:mxfp4", "qwen3-30b-a3b")
+"""Shapes that are also measured with drafts."""
 NUM_REQUESTS = {8: 160, 32: 320, 64: 640, 128: 1024, 256: 2048}
 """Per cell, so that the end of a cell, where requests run out, is a small part of it."""
 
@@ -52,12 +44,9 @@ def sweep(prompts: str) -> Iterator[list[str]]:
 
 
 def shapes(prompts: str) -> Iterator[list[str]]:
-    """Steps of large models with random weights, plain and with a drafter of the published size."""
-    for shape, forms in SHAPES.items():
-        for form in forms:
-            load = ["--dummy", shape, "--concurrency", "1,8,32,64", "--max-tokens", "64", "--num-draft-tokens", "7"]
-            quantize = [] if form is None else ["--quantize", form]
-            yield [*PEAGLE, "bench", *load, *quantize, "--assume-acceptance", ACCEPTANCE, "--json"]
+    """Steps of large models with random weights, plain, and with drafters of the published size and slimmer ones."""
+    yield script("shapes.py")
+    yield script("shapes.py", *DRAFTED, "--drafts", "--drafter-layers", "4", "2", "--draft-vocab", "0", "32000")
 
 
 def tune(prompts: str) -> Iterator[list[str]]:

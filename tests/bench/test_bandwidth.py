@@ -4,12 +4,18 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.dummy_shapes import TINY
 from harness.model_families import family_target
 from peagle.bench import bandwidth
-from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts, weight_bytes_per_step
+from peagle.bench.bandwidth import (
+    bandwidth_report,
+    experts_read,
+    measure_bandwidth,
+    random_prompts,
+    weight_bytes_per_step,
+)
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
 from peagle.bench.dummy import drafter_bytes, dummy_drafter
 from peagle.targets.few_bit import quantize_model
@@ -34,40 +40,43 @@ def test_an_embedding_is_read_only_where_it_is_also_the_head():
     assert weight_bytes_per_step(separate.to(torch.bfloat16)) == 2 * (body + 50 * 32)
 
 
-def test_of_experts_only_those_count_that_a_step_is_expected_to_choose():
-    config = Qwen3MoeConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=20,
-        num_experts=8,
-        num_experts_per_tok=2,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    rest = sum(parameter.numel() for parameter in model.parameters()) - experts
-    assert experts > 0
-    assert weight_bytes_per_step(model, 1) == 4 * (rest + experts // 4)
-    assert weight_bytes_per_step(model, 2) == round(4 * (rest + experts * (1 - 0.75**2)))
-    assert weight_bytes_per_step(model, 1000) == pytest.approx(4 * (rest + experts), rel=1e-6)
+def test_of_experts_only_those_count_that_a_step_reads():
+    model = family_target("qwen3-moe").model
+    experts = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
+    everything = weight_bytes_per_step(model)
+    assert experts > 0 and weight_bytes_per_step(model, 0.25) == everything - round(0.75 * experts)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_the_experts_that_steady_steps_choose_are_counted(depth):
+    target, prompts = family_target("qwen3-moe"), [[5, 6, 7, 8]] * 4 + [[9, 10, 11, 12]]
+    drafters = {"p-eagle": dummy_drafter(target, depth)} if depth else {}
+    method = "p-eagle" if depth else "none"
+    cells = [Cell(method, depth, number) for number in (1, 4, 5)]
+    found = experts_read(target, drafters, cells, prompts)
+    alone, alike, different = found.values()
+    config = target.model.config
+    if depth == 0:
+        assert alone == alike == config.num_experts_per_tok / config.num_experts, "equal texts choose equal experts"
+    assert alone <= different <= 1 and different > config.num_experts_per_tok / config.num_experts
+
+
+def test_a_dense_model_has_no_experts_to_count(config_file):
+    target, cell = dummy_target(config_file, dtype="float32", device="cpu"), Cell("none", 0, 1)
+    assert experts_read(target, {}, [cell], [[1]]) == {cell: 1.0}
 
 
 def test_weights_in_few_bits_count_as_they_are_stored():
     model = family_target("qwen3-moe").model
-    plain = weight_bytes_per_step(model, 1000)
+    plain = weight_bytes_per_step(model)
     inside = sum(weight.nbytes for weight in model.model.layers.parameters() if weight.ndim > 1)
     quantize_model(model, "int8")
     stored = dict(model.model.layers.named_buffers())
     routers = sum(layer.mlp.gate.weight.nbytes for layer in model.model.layers)
     everything = sum(tensor.nbytes for tensor in stored.values())
-    assert weight_bytes_per_step(model, 1000) == pytest.approx(plain - inside + routers + everything, rel=1e-6)
+    assert weight_bytes_per_step(model) == plain - inside + routers + everything
     experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)
-    assert weight_bytes_per_step(model, 1000) - weight_bytes_per_step(model, 1) == pytest.approx(experts / 2, rel=1e-6)
+    assert weight_bytes_per_step(model) - weight_bytes_per_step(model, 0.5) == experts // 2
 
 
 def test_bandwidth_is_measured_and_plausible():
@@ -83,12 +92,15 @@ def test_the_fraction_is_the_limit_over_the_step(config_file):
         CellResult(Cell("none", 0, 2), [Answer(0, (1, 2), 0.1, 0.004), Answer(1, (1,), 0.1, None)]),
         CellResult(Cell("none", 0, 4), failure="no room"),
     ]
-    report = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results)
+    shares = {result.cell: 1.0 for result in results}
+    report = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results, shares)
+    assert not bandwidth_report(target, {"bytes_per_second": 1.0}, results, {})["steps"], "nobody counted its experts"
     assert [row["fraction_of_limit"] for row in report["steps"]] == [0.5, 0.25, None]
     assert report["steps"][0] == {
         "label": "plain",
         "concurrency": 1,
         "weight_bytes": num_bytes,
+        "expert_share": 1.0,
         "limit_ms": 1.0,
         "step_ms": 2.0,
         "fraction_of_limit": 0.5,
@@ -104,7 +116,8 @@ def test_a_step_with_drafts_reads_the_drafter_too(config_file):
     num_bytes, own = weight_bytes_per_step(target.model), drafter_bytes(drafter)
     assert own == 4 * (sum(parameter.numel() for parameter in drafter.parameters()) + target.head_VD.numel())
     results = [CellResult(Cell("p-eagle", 3, 1), step=StepSplit(0.004, 0.004, 0.002, 0.002))]
-    (row,) = bandwidth_report(target, {"bytes_per_second": num_bytes / 0.001}, results, drafter)["steps"]
+    shares, speed = {results[0].cell: 1.0}, {"bytes_per_second": num_bytes / 0.001}
+    (row,) = bandwidth_report(target, speed, results, shares, drafter)["steps"]
     assert row["weight_bytes"] == num_bytes + own and row["label"] == "p-eagle K=3"
     assert row["fraction_of_limit"] == pytest.approx((num_bytes + own) / num_bytes / 4, abs=1e-4)
     assert row["verify_fraction_of_limit"] == 0.5

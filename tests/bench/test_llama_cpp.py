@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from harness.tiny_models import tiny_target
-from peagle.bench.anchors import anchors_of, run_anchors
+from peagle.bench.anchors import STATIC, anchors_of, run_anchors
 from peagle.bench.llama_cpp import LLAMA_CPP, can_run
 from peagle.decoding.reference import decode
+from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.load import load_target
 
@@ -21,19 +22,20 @@ def test_llama_cpp_is_an_anchor_where_it_is_installed_and_the_target_is_a_gguf_f
     (tmp_path / "tiny.gguf").write_bytes(b"")
     target.source = str(tmp_path / "tiny.gguf")
     assert can_run(target) and list(anchors_of(target))[-1] == LLAMA_CPP
+    assert list(anchors_of(target, ["llama.cpp", "static"])) == [LLAMA_CPP, STATIC]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert LLAMA_CPP not in anchors_of(target)
+    with pytest.raises(ConfigError, match="with the package xllamacpp"):
+        anchors_of(target, ["llama.cpp"])
 
 
 @pytest.mark.slow
-def test_llama_cpp_answers_the_same_prompts_and_its_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_answers_the_same_prompts_and_its_tokens_count() -> None:
     target = load_target()
     chats = [[{"role": "user", "content": text}] for text in ("Name three rivers.", "What is 2 + 2?")]
     prompts = [target.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-    own = anchors_of(target)[LLAMA_CPP]
-    monkeypatch.setattr("peagle.bench.anchors.anchors_of", lambda target: {LLAMA_CPP: own})
     results: list[Any] = []
-    run_anchors(target, prompts, [2], 8, results, num_requests={2: 2})
+    run_anchors(target, prompts, [2], 8, results, num_requests={2: 2}, chosen=[LLAMA_CPP])
     (result,) = results
     assert result.failure is None and result.cell.method == LLAMA_CPP
     assert [answer.prompt for answer in result.answers] == [0, 1]

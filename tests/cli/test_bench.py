@@ -311,6 +311,17 @@ def test_a_dummy_run_drafts_with_an_assumed_acceptance(peagle, models):
     assert first > 0.85 and 0.1 < second < 0.9 and third == 0, "the last step of an answer has no room for all drafts"
 
 
+@pytest.mark.slow
+def test_a_dummy_drafter_may_be_slimmer(peagle, models):
+    config = models / "target" / "config.json"
+    options = ("--max-tokens", 16, "--concurrency", "1", "--device", "cpu", "--assume-acceptance", "0.5", "--json")
+    slim = ("--drafter-layers", 1, "--draft-vocab", 20)
+    (_, usual), (_, slimmer) = (
+        peagle("bench", "--dummy", config, *options, *own).json["bandwidth"]["steps"] for own in ((), slim)
+    )
+    assert slimmer["weight_bytes"] < usual["weight_bytes"]
+
+
 def test_the_shipped_control_is_found_as_soon_as_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr("peagle.bench.offline.ASSETS", tmp_path)
     assert shipped_eagle3_drafter(None) is None

@@ -37,7 +37,7 @@ FLAGS = {
     "bench": (
         "--prompts --limit --categories --max-turns --methods --num-draft-tokens --concurrency --num-requests "
         "--max-tokens --temperature --seed "
-        "--anchors --dummy --assume-acceptance --eagle3-drafter "
+        "--anchors --dummy --assume-acceptance --drafter-layers --draft-vocab --eagle3-drafter "
         f"--json --plot --report --instance {COST} {SERVED} {DRAFTER}"
     ),
     "bench serve": (

@@ -23,7 +23,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.engine.llm import LLM
 from peagle.engine.outputs import RequestOutput
-from peagle.errors import RequestError
+from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import Grammar, SamplingParams
 from peagle.scheduling import draft_budget
 from peagle.scheduling.config import EngineConfig
@@ -115,6 +115,41 @@ def test_recorded_steps_answer_as_the_reference_decoder_whoever_shares_the_batch
     captured = engine.runner.captured
     assert any(shape.is_adjusted for shape in captured.prefills)
     assert any(shape.is_adjusted for shape in captured.decodes)
+
+
+def test_only_the_batches_that_are_asked_for_are_recorded(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_steps, "capture", lambda run, pool: run)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    config = EngineConfig(**SMALL, captured_batches=(1, 6), verify_tokens=0)  # type: ignore[arg-type]
+    engine = Engine(family_target("llama", seed=3), drafter, NUM_DRAFT_TOKENS, config)
+    engine.runner.capture_steps(lambda *_: None)
+    captured = engine.runner.captured
+    assert captured is not None
+    assert {(shape.batch, shape.num_tokens) for shape in captured.decodes} == {(1, 1), (1, 5), (6, 6), (6, 30)}
+    assert [shape.bucket for shape in captured.prefills] == [(SMALL["prefill_tokens"], 64)]
+    engine.close()
+
+
+@pytest.mark.parametrize("batches", [(1, 2), (2, 1, 4), (0, 4), (4, 4)])
+def test_batches_to_record_that_do_not_reach_the_largest_are_refused(batches: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="captured_batches must ascend to max_batch=4"):
+        EngineConfig(max_batch=4, captured_batches=batches)
+
+
+def test_timed_rows_have_different_newest_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are alike choose the same experts."""
+    captured = engine.runner.captured
+    assert captured is not None
+    newest: list[int] = []
+    state = captured.step.state
+
+    def time_one(replay: Callable[[], Any], _: int) -> float:
+        newest.extend(state.tokens[:4, 0].tolist())
+        return 1.0
+
+    monkeypatch.setattr(captured_steps, "replay_seconds", time_one)
+    captured.decode_seconds(engine.runner.kv_cache.num_pages)
+    assert len(set(newest)) == 4
 
 
 def test_a_target_that_waits_for_the_device_is_launched_and_it_is_said(

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from harness.drafter_passes import draft_logits
-from harness.model_families import trained_drafter
+from harness.model_families import family_target, trained_drafter
 from harness.tiny_models import tiny_target
 from peagle.decoding.acceptance import Acceptance
 from peagle.decoding.reference import decode
+from peagle.drafter.create import config_for_target, create_drafter
 from peagle.drafter.model import Drafter
 from peagle.engine.llm import LLM
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 from peagle.targets.hf import HFTarget
+from peagle.worker.linear_layers import join_models
 
 NUM_DRAFT_TOKENS = 3
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -90,3 +92,17 @@ def test_windows_that_mean_nothing_are_refused(switches: dict, message: str) -> 
     config = trained_drafter(target, [[1, 2, 3, 4, 5, 6, 7, 8]], num_steps=0).config
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **switches)
+
+
+def test_on_a_gpu_the_rows_of_a_smaller_draft_vocabulary_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = family_target("llama")
+    config = config_for_target(target, num_layers=1, mask_token_id=3, num_draft_tokens=3, draft_vocab_size=40)
+    drafter = create_drafter(target, config, "random", seed=0, offsets_U=2 * torch.arange(40))
+    x_ND = torch.randn(5, target.hidden_size)
+    expected = drafter.logits(x_ND)
+    undo = join_models(target, drafter)
+    monkeypatch.setattr(Drafter, "head_VD", property(lambda _: pytest.fail("gathered again")))
+    assert torch.equal(drafter.logits(x_ND), expected)
+    monkeypatch.undo()
+    undo()
+    assert drafter._served_head is None

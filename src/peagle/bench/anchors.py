@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from peagle.bench.cells import Answer, Cell, CellResult
 from peagle.bench.llama_cpp import LLAMA_CPP, can_run, run_llama_cpp
 from peagle.bench.offline import peak_memory, reason_of, reset_peak_memory
+from peagle.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 EAGER = "transformers eager"
 STATIC = "transformers static compiled"
 CONTINUOUS = "transformers continuous batching"
+SHORT_NAMES = {"eager": EAGER, "static": STATIC, "continuous": CONTINUOUS, LLAMA_CPP: LLAMA_CPP}
+"""What users choose anchors by."""
 
 MAX_BATCHES = 10
 """Limits the requests at low concurrency, where a whole workload would take most of the run."""
@@ -51,15 +54,16 @@ def run_anchors(
     results: list[CellResult],
     *,
     num_requests: Mapping[int, int],
+    chosen: Sequence[str] = (),
     on_cell: Callable[[CellResult], None] = lambda _: None,
 ) -> None:
-    """Measure all anchors at every concurrency and append to `results`.
+    """Measure the anchors, as `anchors_of` chooses, at every concurrency and append to `results`.
 
     `num_requests` maps concurrency to requests, as for the engine's cells. They run in whole batches, at most
     `MAX_BATCHES`. An anchor that fails is recorded with its reason, and the rest continue. The target's attention and
     taps are restored afterwards, and compiled code is dropped.
     """
-    for method, run in anchors_of(target).items():
+    for method, run in anchors_of(target, chosen).items():
         for places in sorted(concurrency):
             result = CellResult(Cell(method, 0, places))
             try:
@@ -74,10 +78,16 @@ def run_anchors(
             on_cell(result)
 
 
-def anchors_of(target: "HFTarget") -> dict[str, Callable[..., Timed]]:
-    """The anchors that can run here, by name."""
-    transformers_anchors = {EAGER: run_eager, STATIC: run_static, CONTINUOUS: run_continuous}
-    return transformers_anchors | ({LLAMA_CPP: run_llama_cpp} if can_run(target) else {})
+def anchors_of(target: "HFTarget", chosen: Sequence[str] = ()) -> dict[str, Callable[..., Timed]]:
+    """The anchors by name: those of these short names, or all that can run here."""
+    known = {EAGER: run_eager, STATIC: run_static, CONTINUOUS: run_continuous}
+    known |= {LLAMA_CPP: run_llama_cpp} if can_run(target) else {}
+    if LLAMA_CPP in chosen and LLAMA_CPP not in known:
+        raise ConfigError(
+            "llama.cpp runs a GGUF file on a CPU, with the package xllamacpp",
+            hint="pip install xllamacpp, and use --device cpu with the built-in target or --target FILE.gguf",
+        )
+    return known if not chosen else {SHORT_NAMES[name]: known[SHORT_NAMES[name]] for name in chosen}
 
 
 def batches_of(num_prompts: int, concurrency: int, num_requests: int) -> Batches:

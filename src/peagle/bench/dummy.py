@@ -5,11 +5,14 @@ can be measured on a machine before anybody trains a drafter or downloads the ta
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from peagle.errors import ConfigError
+from peagle.targets.catalog import CatalogDrafter, entries
 
 if TYPE_CHECKING:
+    from peagle.drafter.config import DrafterConfig
     from peagle.drafter.model import Drafter
     from peagle.targets.hf import HFTarget
 
@@ -17,6 +20,8 @@ NUM_LAYERS = 4
 """Layers of the published P-EAGLE drafters."""
 USUAL_DEPTH = 7
 WEIGHT_STD = 0.02
+WIDTH_STEP = 256
+"""Published numbers of parameters are rounded; widths are multiples of this."""
 
 
 def assumed_shares(given: Sequence[float], num_draft_tokens: int) -> tuple[float, ...]:
@@ -64,14 +69,45 @@ def _probability(length: float, num_draft_tokens: int) -> float:
     return high
 
 
-def dummy_drafter(target: "HFTarget", num_draft_tokens: int) -> "Drafter":
-    """A random P-EAGLE drafter of the published size for a target, in its dtype and on its device."""
+def published_drafter(shape: str) -> CatalogDrafter | None:
+    """The catalog's drafter for the target that has this shape."""
+    return next((entry.drafter() for entry in entries() if entry.shape == shape), None)
+
+
+def published_shares(shape: str, num_draft_tokens: int) -> tuple[float, ...]:
+    """`assumed_shares` that give the published acceptance length at the published number of draft tokens."""
+    known = {entry.shape: entry.drafter() for entry in entries() if entry.drafter().acceptance_length}
+    if (drafter := known.get(shape)) is None:
+        raise ConfigError(
+            f"no acceptance length is published for the shape {shape}",
+            hint=f"use one of {', '.join(filter(None, known))}, or give shares: --assume-acceptance 0.7,0.5,0.4",
+        )
+    assert drafter.acceptance_length is not None and drafter.num_draft_tokens is not None, "checked by the catalog"
+    probability = _probability(drafter.acceptance_length, drafter.num_draft_tokens)
+    return assumed_shares([probability], num_draft_tokens)
+
+
+def dummy_drafter(
+    target: "HFTarget",
+    num_draft_tokens: int,
+    num_layers: int | None = None,
+    draft_vocab_size: int | None = None,
+    published: CatalogDrafter | None = None,
+) -> "Drafter":
+    """A random P-EAGLE drafter for a target, in its dtype and on its device, as wide as a published one.
+
+    Its draft vocabulary are the target's first ids; by default all of them.
+    """
     import torch
 
     from peagle.drafter.create import config_for_target
     from peagle.drafter.model import Drafter
 
-    config = config_for_target(target, num_layers=NUM_LAYERS, mask_token_id=0, num_draft_tokens=num_draft_tokens)
+    switches = {"num_draft_tokens": num_draft_tokens, "draft_vocab_size": draft_vocab_size}
+    config = config_for_target(target, num_layers=NUM_LAYERS, mask_token_id=0, **switches)
+    if published is not None and published.num_parameters is not None:
+        config = replace(config, intermediate_size=_published_width(config, published.num_parameters))
+    config = replace(config, num_layers=num_layers or NUM_LAYERS)
     with torch.device(target.device):
         drafter = Drafter(config, target.embedding_VD, target.head_VD).to(target.dtype)
     with torch.no_grad():
@@ -79,6 +115,20 @@ def dummy_drafter(target: "HFTarget", num_draft_tokens: int) -> "Drafter":
             if parameter.ndim > 1:
                 parameter.normal_(std=WEIGHT_STD)
     return drafter.eval().requires_grad_(False)
+
+
+def _published_width(config: "DrafterConfig", num_parameters: int) -> int:
+    """The width of the MLPs that gives a drafter, with an embedding and a head of its own, this many parameters."""
+    import torch
+
+    from peagle.drafter.model import Drafter
+
+    table = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+    with table.device:
+        narrow = Drafter(replace(config, intermediate_size=1), table, table)
+    per_width = 3 * config.hidden_size * config.num_layers
+    others = sum(parameter.numel() for parameter in narrow.parameters()) - per_width + 2 * table.numel()
+    return max(1, round((num_parameters - others) / per_width / WIDTH_STEP)) * WIDTH_STEP
 
 
 def drafter_bytes(drafter: "Drafter") -> int:

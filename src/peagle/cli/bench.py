@@ -11,32 +11,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle.bench.anchors import anchors_of, run_anchors
+from peagle.bench.anchors import SHORT_NAMES, anchors_of, run_anchors
 from peagle.bench.cells import PLAIN, Cell, CellResult, compare_cells
 from peagle.bench.conversations import Conversations
-from peagle.bench.dummy import USUAL_DEPTH, assumed_shares, assumption, dummy_drafter
+from peagle.bench.dummy import assumption
 from peagle.bench.offline import cells_of, depths_of, llm_factory, shipped_eagle3_drafter, sweep
 from peagle.bench.plot import check_plot, plot
 from peagle.bench.report import cell_line, document_of, facts_of, print_document, tables
 from peagle.bench.verdict import best_by_concurrency, sweep_verdict
 from peagle.console.arguments import (
+    Anchors,
     Names,
     Numbers,
     NumbersOrAuto,
     ServedModelArguments,
     ServedTargetArguments,
-    Shares,
     WorkloadArguments,
     accelerator,
     parse,
 )
 from peagle.console.progress import progress_bar
+from peagle.console.random_weights import RandomWeights
 from peagle.cost import MeasuredCost, cost_lines
 from peagle.data.prompts import Prompt
 from peagle.errors import CheckpointError, ConfigError, interrupt_behind, nearest
 from peagle.report.build import check_report, write_report
 from peagle.sampling_params import SamplingParams
-from peagle.targets.shapes import read_shape
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -64,16 +64,12 @@ class Arguments(ServedModelArguments):
     """plot throughput against concurrency into this file (.png, .svg or .pdf)"""
     report: Path | None = None
     """write a report with charts into this file (.html or .md)"""
-    anchors: bool = False
-    """also measure transformers (eager, static compiled, continuous batching), and llama.cpp if xllamacpp is installed
-    and the target is a GGUF file"""
+    anchors: Anchors | None = None
+    """also measure transformers (eager, static compiled, continuous batching) and llama.cpp, which needs xllamacpp and
+    a GGUF file on a CPU: those that are named, or without a name all that can run"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
-    dummy: str | None = None
-    """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
-    assume_acceptance: Shares | None = None
-    """with --dummy: also draft with a random drafter, whose drafts are accepted in these shares of the steps, by
-    position; or one number: the probability of each draft, or beyond 1 the acceptance length"""
+    random_weights: RandomWeights = field(default_factory=RandomWeights)
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     cost: MeasuredCost = field(default_factory=MeasuredCost)
 
@@ -85,7 +81,7 @@ def main(argv: list[str]) -> int:
         return bench_serve.main(argv[1:])
     arguments = checked(parse(Arguments, "bench", argv))
     results: list[CellResult] = []
-    run = run_dummy if arguments.dummy is not None else run_workload
+    run = run_dummy if arguments.random_weights.dummy is not None else run_workload
     facts, stop = run(arguments, results)
     if stop is not None and not results:
         raise stop
@@ -127,7 +123,7 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     drafted = [method for method in arguments.methods if method != PLAIN]
     if arguments.num_draft_tokens != AUTO and not drafted:
         raise ConfigError("--num-draft-tokens needs a method that drafts", hint="add p-eagle or eagle3 to --methods")
-    if arguments.dummy is None:
+    if arguments.random_weights.dummy is None:
         arguments = replace(arguments, target=_target(arguments, drafted))
     if "eagle3" in drafted and (arguments.eagle3_drafter or shipped_eagle3_drafter(arguments.target.target)) is None:
         raise ConfigError(
@@ -140,9 +136,12 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
     ):
         if value is not None and method not in drafted:
             raise ConfigError(f"{flag} needs {method} in --methods", hint=f"add {method}, or drop {flag}")
-    arguments.target.refuse_quantize("--anchors", arguments.anchors)
+    arguments.target.refuse_quantize("--anchors", arguments.anchors is not None)
+    for name in arguments.anchors or ():
+        if name not in SHORT_NAMES:
+            raise ConfigError(f"no anchor {name!r}", hint=nearest(name, SHORT_NAMES))
     temperature = arguments.workload.temperature
-    if arguments.anchors and temperature > 0:
+    if arguments.anchors is not None and temperature > 0:
         raise ConfigError(
             f"--anchors decode greedily, but --temperature is {temperature}: rates would not be comparable",
             hint="drop one of the two",
@@ -162,38 +161,20 @@ def _target(arguments: Arguments, drafted: Sequence[str]) -> ServedTargetArgumen
 
 
 def _check_dummy(arguments: Arguments) -> None:
-    if arguments.dummy is None:
-        if arguments.workload.prompts is None:
-            raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
-        if arguments.assume_acceptance:
-            raise ConfigError("--assume-acceptance needs --dummy", hint="drop it: with prompts, acceptance is measured")
-        return
-    read_shape(arguments.dummy)
+    if arguments.random_weights.dummy is None and arguments.workload.prompts is None:
+        raise ConfigError("nothing to run", hint="pass prompt files with --prompts, or a shape with --dummy")
     others: dict[str, Any] = {
         "--prompts": arguments.workload.prompts,
         "--limit": arguments.workload.limit,
         "--categories": arguments.workload.categories,
         "--max-turns": arguments.workload.max_turns,
-        "--anchors": arguments.anchors,
+        "--anchors": arguments.anchors is not None,
         "--target": arguments.target.target,
         "--drafter": arguments.drafter.drafter,
         "--eagle3-drafter": arguments.eagle3_drafter,
         "--methods": arguments.methods if arguments.methods not in (DEFAULT_METHODS, (PLAIN,)) else None,
     }
-    if arguments.assume_acceptance is None:
-        others["--num-draft-tokens"] = arguments.num_draft_tokens if arguments.num_draft_tokens != AUTO else None
-    else:
-        assumed_shares(arguments.assume_acceptance, max(_dummy_depths(arguments)))
-    for name, value in others.items():
-        if value:
-            raise ConfigError(
-                f"--dummy runs plain decoding on random weights and prompts, which contradicts {name}",
-                hint="drop one of the two",
-            )
-
-
-def _dummy_depths(arguments: Arguments) -> tuple[int, ...]:
-    return tuple(depth for depth in arguments.num_draft_tokens if depth is not None) or (USUAL_DEPTH,)
+    arguments.random_weights.check(arguments.num_draft_tokens, others)
 
 
 def run_workload(
@@ -207,7 +188,7 @@ def run_workload(
     prompts = prompts or [
         Prompt(str(number), (), "recorded", category="recorded") for number in range(len(recorded or ()))
     ]
-    if arguments.anchors and any(prompt.later for prompt in prompts):
+    if arguments.anchors is not None and any(prompt.later for prompt in prompts):
         raise ConfigError("--anchors answer one turn of each prompt, but some have several", hint="add --max-turns 1")
     target = arguments.target.load()
     drafters = load_drafters(arguments, target)
@@ -245,22 +226,22 @@ def filled(arguments: Arguments, num_prompts: int) -> tuple[int, ...]:
 
 def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str, Any], BaseException | None]:
     """Like `run_workload`, with random weights: plain, and with --assume-acceptance with drafts. Adds the bandwidth."""
-    from peagle.bench.bandwidth import bandwidth_report, measure_bandwidth, random_prompts
+    from peagle.bench.bandwidth import bandwidth_report, experts_read, measure_bandwidth, random_prompts
 
-    assert arguments.dummy is not None
+    chosen = arguments.random_weights
+    assert chosen.dummy is not None
     params = replace(arguments.workload.params, ignore_eos=True)
-    target = arguments.target.create(arguments.dummy)
-    depths, given = _dummy_depths(arguments), arguments.assume_acceptance
-    shares = () if given is None else assumed_shares(given, max(depths))
-    drafters = {} if given is None else {"p-eagle": dummy_drafter(target, max(depths))}
+    target = arguments.target.create(chosen.dummy)
+    depths = chosen.depths(arguments.num_draft_tokens)
+    shares, drafters = chosen.shares(max(depths)), chosen.drafters(target, max(depths))
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
-    bandwidth = measure_bandwidth(target.device)
     cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
     stop = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
+    read = {} if stop is not None else experts_read(target, drafters, cells, prompt_ids, shares)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
-    facts |= {"bandwidth": bandwidth_report(target, bandwidth, results, drafters.get("p-eagle"))}
-    facts |= {"num_planned_cells": len(cells)}
+    report = bandwidth_report(target, measure_bandwidth(target.device), results, read, drafters.get("p-eagle"))
+    facts |= {"bandwidth": report, "num_planned_cells": len(cells)}
     return facts | ({"assumed_acceptance": shares} if shares else {}), stop
 
 
@@ -325,8 +306,8 @@ def measure(
         turns: dict[str, Any] = {"conversations": conversations, "device": target.device}
         try:
             sweep(cells, factory, prompts, params, results, **turns, **options)
-            if arguments.anchors:
-                run_anchors(target, prompts, concurrency, max_tokens, results, **options)
+            if arguments.anchors is not None:
+                run_anchors(target, prompts, concurrency, max_tokens, results, chosen=arguments.anchors, **options)
         except (Exception, KeyboardInterrupt) as error:
             log.warning("stopped: %d of %d cells finished", len(results), total)
             return interrupt_behind(error)
@@ -335,4 +316,5 @@ def measure(
 
 def num_planned(arguments: Arguments, cells: Sequence[Cell], target: "HFTarget") -> int:
     """The number of cells with those of the anchors."""
-    return len(cells) + (len(anchors_of(target)) * len(arguments.concurrency) if arguments.anchors else 0)
+    anchors = () if arguments.anchors is None else anchors_of(target, arguments.anchors)
+    return len(cells) + len(anchors) * len(arguments.concurrency)

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
         for name, default in (("prompts", None), ("record", False), ("engine", "native")):
             if getattr(arguments, name) != default:
                 raise ConfigError(f"--{name} needs a drafter", hint="give its directory: peagle doctor DRAFTER")
-    arguments.target.refuse_quantize("the gate of a drafter", given)
+    arguments.target.refuse_quantize("--record", arguments.record)
+    arguments.target.refuse_quantize("--engine vllm", arguments.engine == "vllm")
     if arguments.prompts is not None:
         read_prompts(arguments.prompts, limit=1)
     if given is not None:  # what a directory lacks is the gate's finding
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         target, verdict = examine(given, arguments)
         document |= {"target": describe_target(target), "gate": verdict.to_json()}
         if verdict.passed:
-            document["drafter"] = describe_drafter(target, given, arguments.drafter.allow_mismatch)
+            document["drafter"] = describe_drafter(target, given, allow_mismatch=True)  # the gate has judged it
     elif arguments.target.target is not None:
         target = arguments.target.load()
         document |= {"target": describe_target(target)} | describe_shipped(target, arguments.drafter.allow_mismatch)

@@ -44,6 +44,24 @@ CAUSES = {
     "aux_layer_ids": "the ids belong to another drafter or convention; id i means the residual stream entering layer i",
     "rope_parameters": "the scaling of the rotary embedding was lost or changed in a conversion",
 }
+IDENTITY = {
+    "weights": (
+        "target weights",
+        "the target's weights are not those it was trained on",
+        "another revision, fine-tune or quantization of the target",
+    ),
+    "tokenizer": (
+        "tokenizer",
+        "the target's tokenizer is not the one used in training",
+        "tokens were added, or the tokenizer is from another revision",
+    ),
+    "chat_template": (
+        "chat template",
+        "the target's chat template is not the one used in training",
+        "the template was edited, or is from another revision; every prompt starts with unfamiliar tokens",
+    ),
+}
+"""Parts of a target's identity: the name of the check, what is found if it differs, and the likely cause."""
 OWN_TABLE = "this drafter trained the table itself; the target's cannot replace it"
 MISSING_CAUSES = MISSING_HINTS | dict.fromkeys(TABLES, OWN_TABLE)
 

@@ -22,7 +22,7 @@ from peagle.checkpoint.native import load_drafter, state_of
 from peagle.checkpoint.reading import Difference, Files, Reading, read_files
 from peagle.compare.acceptance import measure
 from peagle.compare.answers import decode_with_reference
-from peagle.compare.causes import check_meaning, check_plausible, check_tensors
+from peagle.compare.causes import IDENTITY, check_meaning, check_plausible, check_tensors
 from peagle.compare.evidence import (
     MAX_TOKENS,
     draft_logprobs,
@@ -32,6 +32,7 @@ from peagle.compare.evidence import (
     prompts_hash,
     usual_depth,
 )
+from peagle.compare.rounded import effect_on, is_implausible, rounding_of
 from peagle.compare.vllm_parity import PYTHON_VARIABLE, JudgeError, OurSide, compare, run_judge
 from peagle.compare.vllm_rules import read_as_vllm
 from peagle.decoding.acceptance import Acceptance
@@ -50,24 +51,6 @@ TOLERANCE_STEPS = 96
 """The same in low precision, in units of the dtype's eps: 0.75 in bfloat16."""
 RATE_TOLERANCE = 0.02
 """Allowed error of an acceptance rate in float32, or two drafts if that is more."""
-
-IDENTITY = {
-    "weights": (
-        "target weights",
-        "the target's weights are not those it was trained on",
-        "another revision, fine-tune or quantization of the target",
-    ),
-    "tokenizer": (
-        "tokenizer",
-        "the target's tokenizer is not the one used in training",
-        "tokens were added, or the tokenizer is from another revision",
-    ),
-    "chat_template": (
-        "chat template",
-        "the target's chat template is not the one used in training",
-        "the template was edited, or is from another revision; every prompt starts with unfamiliar tokens",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -135,6 +118,8 @@ class Gate:
         self.reading: Reading
         self.drafter: Drafter
         self.is_other_target = False
+        self.rounding: str | None = None
+        """how the target's weights were rounded, if the card is for plain ones"""
 
     def run(self, on_check: Callable[[str], None] = lambda _: None) -> Verdict:
         """Run the checks until one fails. `on_check` gets the name of each."""
@@ -207,7 +192,17 @@ class Gate:
     def _identity(self, key: str, found: str, cause: str) -> str:
         if self.card is None:
             raise _Open("no card to compare with")
-        if getattr(self.card.target, key) == getattr(self.identity, key):
+        is_same, rounding = getattr(self.card.target, key) == getattr(self.identity, key), rounding_of(self.target)
+        if key == "weights" and rounding is not None and (self.target.rounded_to is not None or not is_same):
+            self.rounding = rounding
+            if is_same:
+                raise _Open(f"as in training before they were rounded to {rounding}", "warning")
+            raise _Open(
+                f"rounded ({rounding}), so their fingerprint differs from training, and that they are of the same "
+                "model is not proved; `serve` needs --allow-mismatch",
+                "warning",
+            )
+        if is_same:
             return "as in training"
         if self.allow_mismatch:
             self.is_other_target = True
@@ -238,7 +233,8 @@ class Gate:
             raise _Open(
                 beware or "finite and plausible; no fingerprints recorded", "warning" if beware else "not checked"
             )
-        return check_tensors(self.evidence, self.files, self.reading, self.target, is_other_target=self.is_other_target)
+        is_other = self.is_other_target or self.rounding is not None
+        return check_tensors(self.evidence, self.files, self.reading, self.target, is_other_target=is_other)
 
     def _export(self, directory: Path) -> str:
         drafter = load_drafter(self.directory, self.target, allow_mismatch=True)
@@ -279,7 +275,8 @@ class Gate:
 
     def _load(self) -> str:
         if self.engine == "native":
-            drafter = load_drafter(self.directory, self.target, allow_mismatch=self.allow_mismatch)
+            allow_mismatch = self.allow_mismatch or self.rounding is not None
+            drafter = load_drafter(self.directory, self.target, allow_mismatch=allow_mismatch)
             self.drafter = drafter.without_pair_head()  # the evidence is
         else:
             self.drafter = self.reading.build(self.target)
@@ -288,8 +285,8 @@ class Gate:
     def _logits(self) -> str:
         if self.evidence is None or not self.evidence.golden:
             raise _Open("the card has no golden drafts")
-        if self.is_other_target:
-            raise _Open("the golden drafts belong to another target")
+        if self.is_other_target or self.rounding is not None:
+            raise _Open(f"the golden drafts belong to {'the plain' if self.rounding else 'another'} target")
         by_draft = []
         for text in self.evidence.golden:
             newest = [draft.newest for draft in text.drafts]
@@ -329,6 +326,11 @@ class Gate:
         if self.is_other_target:
             raise _Open(f"{said}; the card's figure is for another target")
         expected = Acceptance(recorded.num_drafts, recorded.accepted_per_position)
+        if self.rounding is not None:
+            found = effect_on(expected, measured)
+            if is_implausible(expected, measured):
+                raise Difference(found, "the target is another model, or rounding has broken it")
+            raise _Open(f"{found}; {said}", "warning")
         is_exact = self.evidence is not None and self.evidence.dtype == "float32" and self.target.dtype == torch.float32
         for position, (ours, theirs) in enumerate(zip(measured.per_position, expected.per_position, strict=True)):
             num_drafts = max(1, min(measured.num_drafts, expected.num_drafts))

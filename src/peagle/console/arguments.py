@@ -176,11 +176,13 @@ class KeyArguments:
 
 
 def comma_list(
-    read: Callable[[str], T], metavar: str, *, may_repeat: bool = False
+    read: Callable[[str], T], metavar: str, *, may_repeat: bool = False, may_be_empty: bool = False
 ) -> PrimitiveConstructorSpec[tuple[T, ...]]:
     """Comma-separated values, without duplicates unless they may repeat."""
 
     def values(words: list[str]) -> tuple[T, ...]:
+        if not words:
+            return ()
         found = tuple(read(word.strip()) for word in words[0].split(",") if word.strip())
         if not found:
             raise ValueError(f"{words[0]!r} is empty")
@@ -189,7 +191,7 @@ def comma_list(
         return found
 
     return PrimitiveConstructorSpec(
-        nargs=1,
+        nargs=(0, 1) if may_be_empty else 1,
         metavar=metavar,
         instance_from_str=values,
         is_instance=lambda instance: isinstance(instance, tuple),
@@ -203,8 +205,8 @@ def _number_or_auto(word: str) -> int | None:
 
 Files = Annotated[tuple[Path, ...], comma_list(Path, "FILE[,FILE...]")]
 Names = Annotated[tuple[str, ...], comma_list(str, "NAME[,NAME...]")]
+Anchors = Annotated[tuple[str, ...], comma_list(str, "[NAME[,NAME...]]", may_be_empty=True)]
 Numbers = Annotated[tuple[int, ...], comma_list(int, "INT[,INT...]")]
-Shares = Annotated[tuple[float, ...], comma_list(float, "FLOAT[,FLOAT...]", may_repeat=True)]
 NumbersOrAuto = Annotated[tuple[int | None, ...], comma_list(_number_or_auto, "{INT|auto}[,...]")]
 
 
@@ -282,10 +284,11 @@ SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
     "alarms", "allow_mismatch", "anchors", "assume_acceptance", "categories", "checkpoint_activations", "cors_origins",
-    "detailed", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body", "goodput", "ignore_eos", "init",
-    "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p", "network_isolation", "pair_head",
-    "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty", "request_seconds", "retention",
-    "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance", "training_hours", "vllm_python",
+    "detailed", "draft_vocab", "drafter_layers", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body",
+    "goodput", "ignore_eos", "init", "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p",
+    "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty",
+    "request_seconds", "retention", "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance",
+    "training_hours", "vllm_python",
 }  # fmt: skip
 """Fields whose options only --help-all shows. They work all the same."""
 HELP_ALL = "--help-all"

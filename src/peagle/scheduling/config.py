@@ -75,6 +75,9 @@ class EngineConfig(EngineOptions):
     capture_adjusted: bool = False
     """capture CUDA graphs for penalties, biases and grammars at start: per batch size those with no and most drafts.
     The others, and without this all, are captured when a request first needs them"""
+    captured_batches: tuple[int, ...] = ()
+    """for measurements that start quickly: batch sizes with a CUDA graph, the last of them `max_batch`, and one graph
+    for prefill; no passes are shared. Default: `decode_buckets` and `prefill_buckets`"""
     assumed_acceptance: tuple[float, ...] = ()
     """for measurements with random weights: accept the draft at each depth of a chain in this share of the steps,
     whatever the target says"""
@@ -83,6 +86,9 @@ class EngineConfig(EngineOptions):
         super().__post_init__()
         for name, minimum in (("page_size", 1), ("num_pages", 1), ("verify_tokens", 0)):
             self._require(name, minimum)
+        batches = self.captured_batches
+        if batches and (list(batches) != sorted({*batches}) or batches[0] < 1 or batches[-1] != self.max_batch):
+            raise ConfigError(f"captured_batches must ascend to max_batch={self.max_batch}, got {list(batches)}")
         shares = self.assumed_acceptance
         if not all(0 <= share <= 1 for share in shares) or any(a < b for a, b in pairwise(shares)):
             raise ConfigError(f"assumed_acceptance must be shares that do not grow with depth, got {list(shares)}")
@@ -184,7 +190,8 @@ class SchedulerConfig:
         """The limits of an engine. One chunk of a pass is padding."""
         max_batch = config.max_batch or (GPU_MAX_BATCH if is_gpu else CPU_MAX_BATCH)
         max_delay = GPU_MAX_DELAY if is_gpu else 0
-        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, is_gpu)
+        shares_passes = is_gpu and not config.captured_batches
+        return cls(max_batch, max_length, config.prefill_tokens, MAX_CHUNKS - 1, max_delay, shares_passes)
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "prefill_tokens", "max_chunks"):

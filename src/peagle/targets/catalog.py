@@ -70,10 +70,15 @@ class CatalogDrafter:
     """Recommended draft tokens per step."""
     trained_draft_tokens: int | None = None
     num_parameters: int | None = None
+    acceptance_length: float | None = None
+    """As published, with `num_draft_tokens`."""
+    acceptance_source: str = ""
     license: str | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
+        if (length := self.acceptance_length) is not None and not 1 <= length <= 1 + (self.num_draft_tokens or 0):
+            raise ConfigError(f"acceptance_length must be 1 to num_draft_tokens + 1, got {length:g}")
         if self.where == "jumpstart" and self.source is not None:
             raise ConfigError(f"a jumpstart drafter has no source, got {self.source!r}")
         if self.where != "jumpstart" and not self.source:
@@ -144,6 +149,8 @@ class CatalogEntry:
     instance: str | None = None
     """The smallest SageMaker instance."""
     note: str = ""
+    shape: str | None = None
+    """Its name for `bench --dummy`."""
     package: WeightsPackage | None = None
 
     def __post_init__(self) -> None:

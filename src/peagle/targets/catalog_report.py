@@ -75,6 +75,8 @@ def drafter_text(entry: CatalogEntry, drafter: CatalogDrafter) -> str:
         parts.append(f"{drafter.num_draft_tokens} draft tokens recommended")
     if drafter.trained_draft_tokens is not None:
         parts.append(f"trained for {drafter.trained_draft_tokens}")
+    if drafter.acceptance_length is not None:
+        parts.append(f"acceptance length {drafter.acceptance_length:.2f} published ({drafter.acceptance_source})")
     if drafter.license is not None:
         parts.append(drafter.license)
     return "; ".join([*parts, *([drafter.note] if drafter.note else [])])

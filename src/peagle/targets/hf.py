@@ -78,6 +78,8 @@ class HFTarget:
         self.is_lent = False
         """Set while an engine has patched the model; cleared when the engine is closed."""
         self._kept_fingerprint: str | None = None
+        self.rounded_to: str | None = None
+        """The form that its weights were rounded to while loading, after the fingerprint was taken."""
         self.default_aux_layer_ids = default_aux_layer_ids(self.num_layers)
         self.tap(self.default_aux_layer_ids if aux_layer_ids is None else aux_layer_ids)
 

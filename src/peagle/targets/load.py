@@ -78,6 +78,7 @@ def load_target(
         found.keep_fingerprint()  # drafters are made for the weights before rounding; an engine joins those in few bits
     if quantize is not None:
         few_bit.quantize_model(model, quantize, chosen_device)
+        found.rounded_to = quantize
         log.info("the layers' weights are kept in %s: %.1f GB in all", quantize, few_bit.num_bytes(model) / 1e9)
     return found
 

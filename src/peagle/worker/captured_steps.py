@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peagle.scheduling.config import decode_buckets, prefill_buckets, shared_buckets, shared_size, verify_sizes
+from peagle.scheduling.config import (
+    EngineConfig,
+    decode_buckets,
+    prefill_buckets,
+    shared_buckets,
+    shared_size,
+    verify_sizes,
+)
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.chunks import Chunks, chunk_views, fill_upload
 from peagle.worker.graphs import CaptureCost, capture, replay_seconds
@@ -29,6 +36,9 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with the part being prepared, the number of parts done, and their total."""
+
+TOKEN_STRIDE = 7919
+"""Between the newest tokens of neighboring rows while steps are timed: a prime, so that they differ."""
 
 Bucket = tuple[int, int]
 """tokens and chunks of a prefill pass"""
@@ -83,16 +93,23 @@ class CapturedSteps:
         prefill: Prefill,
         shared: SharedPass,
         max_batch: int,
-        prefill_tokens: int,
         transfers: Transfers,
-        verify_tokens: int | None,
+        config: EngineConfig,
     ) -> None:
-        """`plain_step` decodes without drafts; without a drafter it is `step`. `verify_tokens` as in `EngineConfig`."""
+        """`plain_step` decodes without drafts; without a drafter it is `step`."""
         self.step, self.plain_step, self._prefill, self._shared = step, plain_step, prefill, shared
-        self.max_batch, self._transfers, self._verify_tokens = max_batch, transfers, verify_tokens
+        self.max_batch, self._transfers, self._verify_tokens = max_batch, transfers, config.verify_tokens
         self.device, self._padding_row = step.state.length.device, step.state.padding_row
-        self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(prefill_tokens)
-        self._prefill_tokens = prefill_tokens
+        self.decode_sizes, self.prefill_sizes = decode_buckets(max_batch), prefill_buckets(config.prefill_tokens)
+        self.shared_shapes = [
+            SharedShape(size, bucket)
+            for size in self.decode_sizes
+            for bucket in shared_buckets(size, config.prefill_tokens)
+            if max_batch > 1
+        ]
+        if config.captured_batches:
+            self.decode_sizes, self.prefill_sizes = config.captured_batches, self.prefill_sizes[-1:]
+            self.shared_shapes = []
         self._pool = torch.cuda.graph_pool_handle()
         self._row_tensors: dict[int, Tensor] = {}
         self.decodes: dict[DecodeShape, Callable[[], PassResult]] = {}
@@ -115,12 +132,7 @@ class CapturedSteps:
             for size in reversed(self.decode_sizes)
             for num_tokens in reversed(self.verify_sizes(size))
         ]
-        shared = [
-            SharedShape(size, bucket)
-            for size in reversed(self.decode_sizes)
-            for bucket in reversed(shared_buckets(size, self._prefill_tokens))
-            if self.max_batch > 1
-        ]
+        shared = self.shared_shapes[::-1]
         total = len(self.prefill_sizes) + len(shapes) + len(shared)
         for num_done, bucket in enumerate(reversed(self.prefill_sizes)):
             progress(f"prefill of {bucket[0]} tokens", num_done, total)
@@ -211,6 +223,9 @@ class CapturedSteps:
         pages = torch.arange(size * num_columns, device=self.device, dtype=torch.int32) % (num_pages - 1)
         state.page_table[:size, :num_columns] = pages.view(size, -1) + 1
         state.max_draft.fill_(state.num_draft_tokens)
+        # Different newest tokens: rows that are alike would choose the same experts, and leave the others unread.
+        token_R = torch.arange(len(state.tokens), device=self.device) * TOKEN_STRIDE
+        state.tokens[:, 0] = token_R % self.step.target.target.vocab_size
         try:
             yield rows, replay
         finally:

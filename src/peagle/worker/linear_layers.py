@@ -51,6 +51,9 @@ def join_models(target: HFTarget, drafter: Drafter | None) -> Undo:
             use_skinny_linears(model)
             steps.append(fuse(model))
         steps.append(fuse_experts(target.model))
+        if drafter is not None and (heads := _own_heads(drafter)):
+            steps.append(partial(drafter.serve_head, None))
+            drafter.serve_head(heads[0])  # gathered once, not in every pass
     except BaseException:
         undo()
         raise

@@ -155,9 +155,8 @@ class Runner:
             self.prefill,
             self.shared_pass,
             self.max_batch,
-            self.config.prefill_tokens,
             self._transfers,
-            self.config.verify_tokens,
+            self.config,
         )
         if self.config.capture_adjusted:
             self.uploads.prepare_adjustments()
