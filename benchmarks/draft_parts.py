@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     target = load_target(None)
-    drafter = load_drafter(options.drafter or target.shipped_drafter, target)
+    drafter = load_drafter(options.drafter, target)
     if drafter.pair_head is None and any("head" in part for part in options.parts):
         parser.error("the drafter has no pair head, so leave the parts with +head out of --parts")
     prompts = [
@@ -65,13 +65,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     document = {"num_prompts": len(prompts), "max_tokens": options.max_tokens, "rows": []}
     document |= {"provenance": provenance(accelerator(target))}
-    for part in options.parts:
-        document["rows"] += measure(part, target, drafter, prompts, options)
-        add_speedups(document["rows"])
-        if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    rows = sorted(document["rows"], key=lambda row: row["concurrency"])
-    print_document(document, False, make_table("", COLUMNS, map(shown, rows)))
+    try:
+        for part in options.parts:
+            document["rows"] += measure(part, target, drafter, prompts, options)
+            add_speedups(document["rows"])
+            if options.json is not None:
+                options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    finally:
+        rows = sorted(document["rows"], key=lambda row: row["concurrency"])
+        print_document(document, False, make_table("", COLUMNS, map(shown, rows)))
 
 
 def measure(
