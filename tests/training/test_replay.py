@@ -164,10 +164,10 @@ def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, repeatin
 
 @pytest.mark.parametrize("has_pair_head", [False, True], ids=["marginals", "pair head"])
 @pytest.mark.parametrize("tree_nodes", [2, 31])
-def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head, repeating, trained, monkeypatch):
-    (target, rows), drafter = repeating, trained
+def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head, repeating, trained):
+    (target, rows), drafter = repeating, copy.deepcopy(trained)
     if has_pair_head:
-        monkeypatch.setattr(drafter, "pair_head", random_head(drafter))
+        drafter.pair_head = random_head(drafter)
     expected = decoded(target, drafter, rows, 5, tree_nodes)
     assert expected.accepted_per_position[1] > 0, "paths of one token would prove little"
     assert replay(target, drafter, rows, 5, tree_nodes=tree_nodes) == expected

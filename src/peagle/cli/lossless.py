@@ -21,6 +21,7 @@ from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
+from peagle.scheduling.config import EngineConfig
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -42,7 +43,8 @@ class Arguments(ServedModelArguments):
     limit: int = 16
     """use at most this many prompts of the file"""
     num_draft_tokens: int | None = None
-    """draft tokens per step; default: 7, or what the drafter was trained for"""
+    """judge chains of this many draft tokens, all verified; default: what an engine does, which is a tree, if the
+    drafter can draft one, of which each pass verifies what pays"""
     max_tokens: int = 48
     """longest answer, in tokens"""
     temperature: float = 1.0
@@ -72,10 +74,14 @@ def main(argv: list[str]) -> int:
         arguments.num_samples,
     )
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
+
+    from peagle.engine.checks import check_drafts
+
     target = arguments.drafter.pair(target_arguments).load()
     drafter = arguments.drafter.load(target)
-    if arguments.num_draft_tokens is None:
-        settings = replace(settings, num_draft_tokens=drafter.config.usual_num_draft_tokens)
+    depth, served = check_drafts(drafter, arguments.num_draft_tokens, EngineConfig())
+    verify_tokens = None if arguments.num_draft_tokens is None else 0
+    settings = replace(settings, num_draft_tokens=depth, tree_nodes=served.tree_nodes, verify_tokens=verify_tokens)
     token_ids = render(target, prompts)
     with progress_bar() as progress:
         task = progress.add_task("comparing", total=None)
