@@ -175,15 +175,15 @@ def test_logprobs_are_those_of_the_targets_own_forward(
     engine: Engine = request.getfixturevalue(fixture)
     params = SamplingParams(max_tokens=14, temperature=temperature, top_k=9, seed=5, logprobs=3, ignore_eos=True)
     engine.add(PROMPTS[9], sampled(1))
-    name = engine.add(PROMPTS[8], params)
-    bare = engine.add(PROMPTS[8], replace(params, logprobs=0))
+    name = engine.add(PROMPTS[6], params)
+    bare = engine.add(PROMPTS[6], replace(params, logprobs=0))
     outputs = run(engine)
     completion = outputs[name].outputs[0]
-    text = [*PROMPTS[8], *completion.token_ids]
+    text = [*PROMPTS[6], *completion.token_ids]
     logprobs_TV = target.forward(torch.tensor([text])).logits_BTV[0].log_softmax(-1)
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids) == 14
     for place, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        own_V = logprobs_TV[len(PROMPTS[8]) + place - 1]
+        own_V = logprobs_TV[len(PROMPTS[6]) + place - 1]
         assert entry.logprob == pytest.approx(own_V[token].item(), abs=1e-4)
         top = own_V.topk(3)
         assert list(entry.top) == top.indices.tolist()
