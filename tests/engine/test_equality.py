@@ -229,7 +229,7 @@ def test_trees_of_every_depth_change_no_token(case: Case) -> None:
     drafter = twin(case.parallel, case.target, num_draft_tokens=32)
     prompts = [PROMPTS[index] for index in SOME]
     for depth in (*range(1, 9), 32):
-        config = EngineConfig(tree_nodes=2 * depth, page_size=3, max_length=120, verify_tokens=0)
+        config = EngineConfig(tree_nodes=8 + depth, page_size=3, max_length=120, verify_tokens=0)
         engine = Engine(case.served, drafter, depth, config)
         served = serve(engine, prompts, [GREEDY] * len(prompts))
         engine.close()
