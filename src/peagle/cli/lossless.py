@@ -6,7 +6,7 @@ prompt side by side.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,6 @@ from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
-from peagle.scheduling.config import EngineConfig
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -74,14 +73,9 @@ def main(argv: list[str]) -> int:
         arguments.num_samples,
     )
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
-
-    from peagle.engine.checks import check_drafts
-
     target = arguments.drafter.pair(target_arguments).load()
     drafter = arguments.drafter.load(target)
-    depth, served = check_drafts(drafter, arguments.num_draft_tokens, EngineConfig())
-    verify_tokens = None if arguments.num_draft_tokens is None else 0
-    settings = replace(settings, num_draft_tokens=depth, tree_nodes=served.tree_nodes, verify_tokens=verify_tokens)
+    settings = settings.with_drafts(drafter, arguments.num_draft_tokens)
     token_ids = render(target, prompts)
     with progress_bar() as progress:
         task = progress.add_task("comparing", total=None)

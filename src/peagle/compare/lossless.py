@@ -19,6 +19,7 @@ from peagle.compare.sampling_test import LENGTH, Fit, fit, fit_cells, opening_pr
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +60,14 @@ class Settings:
             raise ConfigError(
                 f"temperature must be more than 0, got {self.temperature}", hint="greedy answers are always compared"
             )
+
+    def with_drafts(self, drafter: "Drafter", num_draft_tokens: int | None) -> "Settings":
+        """Chains of that many tokens, all verified; None: the drafts that an engine makes by default."""
+        from peagle.engine.checks import check_drafts
+
+        depth, config = check_drafts(drafter, num_draft_tokens, EngineConfig())
+        verify_tokens = None if num_draft_tokens is None else 0
+        return replace(self, num_draft_tokens=depth, tree_nodes=config.tree_nodes, verify_tokens=verify_tokens)
 
 
 @dataclass(frozen=True)
