@@ -3,22 +3,31 @@
     python benchmarks/gpu_figures.py --output DIR --prompts question.jsonl,HumanEval.jsonl.gz [--parts sweep shapes]
 
 Writes the output of each command to DIR/PART-N.txt, which ends with one JSON document where the command prints one. A
-command that has finished is not run again, so a run that was interrupted resumes. A part may take --minutes in all.
+command that has finished is not run again, so a run that was interrupted resumes. A part may take --minutes in all;
+then its command is interrupted, as by Ctrl-C, and keeps what it has measured in DIR/PART-N.part.
+
+Commands get the first 40 prompts of each file (JSONL, plain or gzipped) as files of their own, in DIR/prompts, because
+`peagle bench --limit` leaves out batches that are larger than the number of prompts.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+
+from peagle.rows import read_lines
 
 BENCHMARKS = Path(__file__).parent
 PEAGLE = [sys.executable, "-m", "peagle"]
 DRAFTED = ("llama-8b", "gpt-oss-20b:mxfp4", "qwen3-30b-a3b")
 """Shapes that are also measured with drafts."""
-NUM_REQUESTS = {8: 160, 32: 320, 64: 640, 128: 1024, 256: 2048}
-"""Per cell, so that the end of a cell, where requests run out, is a small part of it."""
+NUM_PROMPTS = 40
+CONCURRENCY = ("1", "8", "32", "64", "128", "256")
+SECONDS_TO_STOP = 60
 
 
 def script(name: str, *arguments: str) -> list[str]:
@@ -36,11 +45,13 @@ def kernels(prompts: str) -> Iterator[list[str]]:
 
 def sweep(prompts: str) -> Iterator[list[str]]:
     """Plain decoding, trees and chains of P-EAGLE, and EAGLE-3, by concurrency."""
-    drafts = ["--methods", "none,p-eagle,eagle3", "--num-draft-tokens", "auto,5,7", "--max-turns", "1"]
-    load = [*PEAGLE, "bench", "--prompts", prompts, *drafts, "--json"]
-    yield [*load, "--limit", "40", "--concurrency", "1"]
-    for concurrency, num_requests in NUM_REQUESTS.items():
-        yield [*load, "--concurrency", str(concurrency), "--num-requests", str(num_requests)]
+    drafts = ["--methods", "none,p-eagle,eagle3", "--num-draft-tokens", "auto,3,5,7", "--max-turns", "1"]
+    yield [*PEAGLE, "bench", "--prompts", prompts, *drafts, "--concurrency", ",".join(CONCURRENCY), "--json"]
+
+
+def parts(prompts: str) -> Iterator[list[str]]:
+    """Tree, pair head and budget, each alone and together."""
+    yield script("draft_parts.py", "--prompts", prompts, "--concurrency", *CONCURRENCY)
 
 
 def shapes(prompts: str) -> Iterator[list[str]]:
@@ -53,7 +64,7 @@ def tune(prompts: str) -> Iterator[list[str]]:
     yield script("tune_accuracy.py", "--prompts", prompts, "--concurrency", "1,8,64", "--limit", "40")
 
 
-PARTS = {part.__name__: part for part in (tests, kernels, sweep, shapes, tune)}
+PARTS = {part.__name__: part for part in (tests, kernels, sweep, parts, shapes, tune)}
 
 
 def main() -> None:
@@ -63,30 +74,49 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=60, help="the most that a part may take")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
+    files = [trimmed(Path(file), options.output / "prompts") for file in options.prompts.split(",")]
     for name in options.parts:
         deadline = time.monotonic() + 60 * options.minutes
-        for number, command in enumerate(PARTS[name](options.prompts)):
+        for number, command in enumerate(PARTS[name](",".join(map(str, files)))):
             run(command, options.output / f"{name}-{number}.txt", deadline - time.monotonic())
+
+
+def trimmed(file: Path, directory: Path) -> Path:
+    """The first prompts of a file, in a file that reports give the same name."""
+    path = directory / file.absolute().parent.name / file.name.removesuffix(".gz")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line for _, line in islice(read_lines(file), NUM_PROMPTS)), encoding="utf-8")
+    return path
 
 
 def run(command: list[str], output: Path, seconds: float) -> None:
     """Run a command unless its output is there; an unfinished one leaves `output`.part."""
     said, part = " ".join(command), output.with_suffix(".part")
-    if output.exists():
-        print(f"{output}: measured before", flush=True)
+    if output.exists() or seconds <= 0:
+        print(f"{output}: {'measured before' if output.exists() else 'no time left'}: {said}", flush=True)
         return
     started = time.monotonic()
     with part.open("w") as file:
         print(said, file=file, flush=True)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
-            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=max(seconds, 0)).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
+            stop(process)
     if status == 0:
         part.rename(output)
     how = {0: "done", None: "ran out of time"}.get(status, f"exit status {status}, see {part}")
     print(f"{output}: {how} after {time.monotonic() - started:.0f} s: {said}", flush=True)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

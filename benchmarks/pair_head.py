@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.data = options.output / "data"
         config = SynthesisConfig(max_length=options.max_length, num_held_out=96)
         write_synthesis(target, options.data, config, Until(num_tokens=options.num_tokens), (), config.described())
-    drafters = {", no pair head": load_drafter(options.drafter, target)}
+    drafters = {"no": load_drafter(options.drafter, target).without_pair_head()}
     for rank in options.ranks:
         for tables in options.tables:
             directory = trained(target, options, rank, tables)
             print_replay(directory, rank, tables)
-            drafters[f", rank {rank} {tables}"] = load_drafter(directory, target)
+            drafters[f"rank {rank} {tables}"] = load_drafter(directory, target)
     compare(target, drafters, options)
 
 

@@ -2,41 +2,43 @@
 
     python benchmarks/tolerance.py --prompts gsm8k/test.jsonl --limit 40 --tolerance 0.99 0.95 0.9
 
-An answer is right if its last number is the one after "####" in the file. Agreement is the share of exact answers that
+Drafts are the default tree, or a chain with --num-draft-tokens, and all of them are verified. An answer is right if its
+last number is the one after "####" in the file (exact match on GSM8K). Agreement is the share of exact answers that
 stay identical, and the mean share of an answer's tokens before the first difference.
 """
 
 import argparse
-import json
 import re
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import eq
 
 from peagle import LLM, SamplingParams
 from peagle.checkpoint.native import load_drafter
 from peagle.data.prompts import read_prompts
 from peagle.engine.outputs import RequestOutput
+from peagle.rows import read_rows
 from peagle.targets.load import load_target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, help="prompt file, with the solutions of GSM8K if it has them")
+    parser.add_argument("--prompts", required=True, help="a prompt file, in JSONL; GSM8K has solutions")
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--num-draft-tokens", type=int, default=7)
+    parser.add_argument("--max-batch", type=int, default=16, help="answers decoded at the same time")
+    parser.add_argument("--num-draft-tokens", type=int, help="of a chain; default: the default tree")
     parser.add_argument("--tolerance", type=float, nargs="+", default=[0.99, 0.95, 0.9])
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
 
     target = load_target(None, dtype=options.dtype)
-    drafter = load_drafter(target.shipped_drafter, target)
+    drafter = load_drafter(None, target)
     chats = [list(prompt.messages) for prompt in read_prompts(options.prompts, limit=options.limit)]
-    with open(options.prompts, encoding="utf-8") as lines:
-        solutions = [json.loads(line).get("answer", "") for line, _ in zip(lines, chats, strict=False)]
-    print("tolerance", "acceptance length", "tolerated tokens", "identical", "same tokens", "right", sep="\t")
+    rows = islice(read_rows(options.prompts), options.limit)
+    solutions = [str(row.get("answer", "")) for _, row in rows]
+    print("tolerance", "acceptance length", "tolerated tokens", "identical", "same tokens", "exact match", sep="\t")
     exact: list[RequestOutput] = []
-    with LLM(target, drafter, options.num_draft_tokens, max_batch=16, verify_tokens=0) as llm:
+    with LLM(target, drafter, options.num_draft_tokens, max_batch=options.max_batch, verify_tokens=0) as llm:
         for tolerance in (1.0, *options.tolerance):
             outputs = llm.chat(chats, SamplingParams(max_tokens=options.max_tokens, tolerance=tolerance))
             exact = exact or outputs

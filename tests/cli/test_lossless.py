@@ -25,6 +25,9 @@ def test_the_report_says_lossless_in_float32_with_every_number_and_its_provenanc
     distribution, _ = document["distributions"]
     assert distribution["num_samples"] == 80 == sum(distribution["observed"]) and distribution["num_cells"] > 2
     assert document["num_drafts"] > 0 and document["acceptance_length"] > 1
+    drafts = [document["settings"][name] for name in ("num_draft_tokens", "tree_nodes", "verify_tokens")]
+    assert drafts == [4, 31, None], "the default of an engine, and a drafter trained for four"
+    assert "drafts as trees of 31 nodes, up to 4 deep, of which each pass verifies what pays." in kept
     assert document["provenance"]["versions"]["torch"] and len(document["drafter"]["tensors"]) == 32
     assert kept.startswith("# Losslessness of p-eagle decoding for target\n")
     assert "**LOSSLESS.** Every comparison below holds. In float32 no greedy token may differ," in kept
@@ -39,9 +42,11 @@ def test_the_report_says_lossless_in_float32_with_every_number_and_its_provenanc
 
 @pytest.mark.slow
 def test_without_json_the_report_is_shown_and_its_document_can_be_kept(peagle, quick, tmp_path):
-    result = peagle(*quick, "--num-samples", "50", "--output", tmp_path / "report.json")
+    result = peagle(*quick, "--num-samples", "50", "--num-draft-tokens", 3, "--output", tmp_path / "report.json")
     assert result.status == 0 and result.out.startswith("# Losslessness of p-eagle decoding for target\n")
-    assert json.loads((tmp_path / "report.json").read_text())["lossless"] is True
+    assert "3 draft tokens per step. The" in result.out
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert document["lossless"] is True and document["settings"]["tree_nodes"] is None
 
 
 @pytest.mark.slow
@@ -62,9 +67,9 @@ def test_a_decoder_that_keeps_a_wrong_token_is_not_lossless(peagle, quick, monke
 def test_an_engine_that_samples_from_another_distribution_is_not_lossless(peagle, quick, monkeypatch):
     answer = lossless.answer_with_engine
 
-    def answer_hotter(target, drafter, num_draft_tokens, prompts, params):
+    def answer_hotter(target, drafter, num_draft_tokens, prompts, params, **settings):
         hotter = [each if each.is_greedy else lossless_params(each) for each in params]
-        return answer(target, drafter, num_draft_tokens, prompts, hotter)
+        return answer(target, drafter, num_draft_tokens, prompts, hotter, **settings)
 
     monkeypatch.setattr(lossless, "answer_with_engine", answer_hotter)
     result = peagle(*quick, "--json", "--num-samples", "120")

@@ -82,7 +82,7 @@ def test_in_bfloat16_differences_are_forgiven_at_near_ties_only(monkeypatch):
     drafter = tiny_drafter(target).to(torch.bfloat16)
     settings = Settings(num_draft_tokens=4, max_tokens=6, num_seeds=1, num_samples=50, num_sampled_prompts=1)
 
-    def answer(target, drafter, num_draft_tokens, prompts, params):
+    def answer(target, drafter, num_draft_tokens, prompts, params, **settings):
         answers = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             own = dataclasses.replace(own, num_draft_tokens=None)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.tiny_vocabulary import K, L, V, as_lists, random_probs, verify_sampled
-from peagle.decoding.verify import Verification
+from peagle.decoding.verify import Verification, keep_path
+from peagle.kernels.candidate_tree import CandidateTree, grow_tree
 from peagle.kernels.choose import draw
 from peagle.kernels.random_numbers import STREAM_DRAW, uniform
 
@@ -129,6 +130,65 @@ def test_the_number_of_accepted_draft_tokens_follows_its_exact_distribution() ->
     _, num_accepted_B = decode_texts(verify_sampled, "most likely")
     tail = torch.tensor([1.0, *acceptance_tail(), 0.0], dtype=torch.float64)
     assert excess(torch.bincount(num_accepted_B, minlength=L).double(), tail[:-1] - tail[1:]) < LIMIT
+
+
+# --- the same through candidate trees, which are a function of the text so far
+
+Keys = Callable[[Tensor], Tensor]
+OFFSETS = torch.tensor([sum(V**earlier for earlier in range(depth)) for depth in range(L)])
+"""where the rows of each table begin in all of them"""
+
+
+def trees_after(start: int, num_nodes: int) -> CandidateTree:
+    """The tree behind each of the V**start texts. The marginals of deeper depths are those behind tokens 0."""
+    num_depths = K - start
+    rows = [DRAFT_TABLES[start + depth][:: V**depth].log() for depth in range(num_depths)]
+    logprob_BKV = torch.stack(rows, dim=1) if rows else torch.zeros(V**start, 1, V)
+    return grow_tree(logprob_BKV, torch.full((V**start,), num_depths), num_nodes)
+
+
+@cache
+def decode_through_trees(num_nodes: int, key_of: Keys) -> tuple[Tensor, Tensor]:
+    """Texts [B, L], and the nodes [B, K] that the first step kept. `key_of` turns depths of nodes into their keys."""
+    text_BL, length_B = torch.zeros(NUM_SEEDS, L, dtype=torch.int64), torch.zeros(NUM_SEEDS, dtype=torch.int64)
+    kept = []
+    for start in range(L):
+        seed_B = (length_B == start).nonzero()[:, 0]
+        prefix_B = prefix_rows(text_BL[seed_B, :start])
+        tree = (each[prefix_B] for each in trees_after(start, num_nodes))
+        parent_BN, depth_BN, ancestors_BN, choice_BM, score_BM = tree
+        num_nodes_B = (score_BM > -torch.inf).sum(1)
+        tokens_BN = torch.nn.functional.pad(choice_BM, (1, 0))
+        depth_BN = depth_BN * (torch.arange(num_nodes + 1) <= num_nodes_B[:, None])
+        row_BN = prefix_B[:, None].repeat(1, num_nodes + 1)
+        for node in range(1, num_nodes + 1):
+            above_B = row_BN.gather(1, parent_BN[:, node, None])[:, 0]
+            row_BN[:, node] = torch.where(depth_BN[:, node] > 0, above_B * V + tokens_BN[:, node], prefix_B)
+        probs_BNV = torch.cat(TARGET_TABLES)[OFFSETS[start + depth_BN] + row_BN]
+        wanted_BN = draw(probs_BNV, uniform(seed_B[:, None], POSITION + start + key_of(depth_BN), STREAM_DRAW))
+        links = (parent_BN, depth_BN, ancestors_BN)
+        num_accepted_B, node_BD = keep_path(wanted_BN, tokens_BN, *links, num_nodes_B, K - start)
+        text_BL[seed_B, start:] = wanted_BN.gather(1, node_BD)
+        length_B[seed_B] += num_accepted_B + 1
+        kept.append(node_BD[:, 1:])
+    return text_BL, kept[0]
+
+
+def by_depth(depth_BN: Tensor) -> Tensor:
+    return depth_BN
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_texts_decoded_through_trees_follow_the_target_exactly(num_nodes: int) -> None:
+    text_BL, kept_BD = decode_through_trees(num_nodes, by_depth)
+    assert excess(torch.bincount(prefix_rows(text_BL), minlength=V**L).double(), exact_joint()) < LIMIT
+    assert torch.equal(text_BL, plain_text(torch.arange(NUM_SEEDS))), "the text of plain decoding, seed by seed"
+    assert len(kept_BD[:, 0].unique()) == min(num_nodes, V) + (num_nodes < V), "several branches are kept, or none"
+
+
+def test_draws_that_forget_the_depth_are_caught_by_the_distribution_test() -> None:
+    text_BL, _ = decode_through_trees(8, torch.zeros_like)
+    assert excess(torch.bincount(prefix_rows(text_BL), minlength=V**L).double(), exact_joint()) > 10 * LIMIT
 
 
 # --- the same yardstick must refuse verifiers that are wrong

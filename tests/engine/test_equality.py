@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.model_families import FAMILIES, family_target, sequential, trained_drafter
+from harness.model_families import FAMILIES, family_target, sequential, trained_drafter, twin
 from peagle.compare.divergence import gap_to_best
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
@@ -202,7 +202,7 @@ def test_sixteen_requests_of_mixed_lengths_get_the_targets_own_answers(case: Cas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "p-eagle tree"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_one_gets_the_same_answers_as_a_batch_of_sixteen(case: Case, method: str) -> None:
     prompts = [PROMPTS[index] for index in SOME]
     served = serve_once(case, method, prompts, max_batch=1, max_length=80)
@@ -221,6 +221,20 @@ def test_preemption_chunked_prefill_and_reuse_change_no_token(case: Case, method
     assert stats.num_cached_tokens > 0, "prompts that begin alike share pages"
     assert max(LENGTHS) > TIGHT["prefill_tokens"], "the longest prompt comes in pieces"
     assert_mixed(stats, method)
+
+
+@pytest.mark.slow
+def test_trees_of_every_depth_change_no_token(case: Case) -> None:
+    """The drafter was trained for four tokens; deeper, it is wrong more often."""
+    drafter = twin(case.parallel, case.target, num_draft_tokens=32)
+    prompts = [PROMPTS[index] for index in SOME]
+    for depth in (*range(1, 9), 32):
+        config = EngineConfig(tree_nodes=8 + depth, page_size=3, max_length=120, verify_tokens=0)
+        engine = Engine(case.served, drafter, depth, config)
+        served = serve(engine, prompts, [GREEDY] * len(prompts))
+        engine.close()
+        assert_same(case.target, served.answers, [case.answers[index] for index in SOME], prompts)
+        assert served.stats.accepted_per_position[0] > 0 and len(served.stats.accepted_per_position) == depth
 
 
 @pytest.mark.slow

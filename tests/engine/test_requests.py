@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine_runs import NUM_DRAFT_TOKENS, drafting, practised_drafter, run, serve, start
+from harness.engine_runs import NUM_DRAFT_TOKENS, TREE_NODES, drafting, practised_drafter, run, serve, start
 from harness.model_families import sequential
 from peagle.decoding.reference import Step, decode
 from peagle.drafter.model import Drafter
@@ -61,6 +61,13 @@ def answers(
 @pytest.fixture(scope="module")
 def engine(drafter: Drafter) -> Iterator[Engine]:
     engine = start(drafter, page_size=4, max_batch=32)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tree_engine(drafter: Drafter) -> Iterator[Engine]:
+    engine = start(drafter, page_size=4, max_batch=32, tree_nodes=TREE_NODES)
     yield engine
     engine.close()
 
@@ -167,43 +174,54 @@ def test_several_answers_are_those_of_separate_requests_with_the_seeds_after(eng
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_logprobs_are_those_of_the_targets_own_forward(engine: Engine, target: HFTarget, temperature: float) -> None:
+@pytest.mark.parametrize("fixture", ["engine", "tree_engine"])
+def test_logprobs_are_those_of_the_targets_own_forward(
+    request: pytest.FixtureRequest, target: HFTarget, fixture: str, temperature: float
+) -> None:
+    engine: Engine = request.getfixturevalue(fixture)
     params = SamplingParams(max_tokens=14, temperature=temperature, top_k=9, seed=5, logprobs=3, ignore_eos=True)
     engine.add(PROMPTS[9], sampled(1))
-    name = engine.add(PROMPTS[8], params)
-    bare = engine.add(PROMPTS[8], replace(params, logprobs=0))
+    name = engine.add(PROMPTS[6], params)
+    bare = engine.add(PROMPTS[6], replace(params, logprobs=0))
     outputs = run(engine)
     completion = outputs[name].outputs[0]
-    text = [*PROMPTS[8], *completion.token_ids]
+    text = [*PROMPTS[6], *completion.token_ids]
     logprobs_TV = target.forward(torch.tensor([text])).logits_BTV[0].log_softmax(-1)
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids) == 14
     for place, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        own_V = logprobs_TV[len(PROMPTS[8]) + place - 1]
+        own_V = logprobs_TV[len(PROMPTS[6]) + place - 1]
         assert entry.logprob == pytest.approx(own_V[token].item(), abs=1e-4)
         top = own_V.topk(3)
         assert list(entry.top) == top.indices.tolist()
         assert list(entry.top.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
     assert all(not entry.top for entry in outputs[bare].outputs[0].logprobs or ()), "0 gives only the token's own"
     assert outputs[bare].outputs[0].token_ids == completion.token_ids
+    assert outputs[name].metrics.acceptance.num_accepted > 0, "some are those of drafts"
 
 
-def long_drafts(target: HFTarget, drafter: Drafter) -> Iterator[tuple[list[int], list[Step], int]]:
+def long_drafts(
+    target: HFTarget, drafter: Drafter, tree_nodes: int | None
+) -> Iterator[tuple[list[int], list[Step], int]]:
     """Prompts, the reference decoder's steps, and a step of which at least two drafts were accepted."""
+    drafts: dict[str, Any] = {"drafter": drafter, "num_draft_tokens": NUM_DRAFT_TOKENS, "tree_nodes": tree_nodes}
     for prompt in PROMPTS[:16]:
-        steps = list(decode(target, prompt, greedy(30), drafter=drafter, num_draft_tokens=NUM_DRAFT_TOKENS))
+        steps = list(decode(target, prompt, greedy(30), **drafts))
         for index, step in enumerate(steps):
             if step.num_accepted >= 2 and len(step.token_ids) >= 3:
                 yield prompt, steps, index
                 break
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fixture", "tree_nodes"), [pytest.param("engine", None, marks=pytest.mark.slow), ("tree_engine", TREE_NODES)]
+)
 def test_an_end_inside_an_accepted_draft_cuts_the_answer_to_the_token(
-    engine: Engine, target: HFTarget, drafter: Drafter
+    request: pytest.FixtureRequest, target: HFTarget, drafter: Drafter, fixture: str, tree_nodes: int | None
 ) -> None:
     """Stop tokens, stop strings and max_tokens, each at every place of a step that emits several tokens."""
+    engine: Engine = request.getfixturevalue(fixture)
     prompts, params = [], []
-    for prompt, steps, index in itertools.islice(long_drafts(target, drafter), 2):
+    for prompt, steps, index in itertools.islice(long_drafts(target, drafter, tree_nodes), 2):
         before = [token for step in steps[:index] for token in step.token_ids]
         whole = "".join(step.text for step in steps)
         for place, token in enumerate(steps[index].token_ids):

@@ -82,7 +82,7 @@ def num_arriving(rng: random.Random, num_open: int, num_left: int) -> int:
 
 @pytest.mark.parametrize(
     ("num_requests", "tree_nodes"),
-    [(400, 5), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1_000, None), (3_000, 5)))],
+    [(400, 5), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1_000, None), (10_000, 5)))],
 )
 def test_requests_with_aborts_leave_no_page_behind_and_are_answered_right(
     num_requests: int, tree_nodes: int | None

@@ -1,5 +1,7 @@
 """Replay against an independent slow walk: one drafter pass a step, no cache, plain counting."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from peagle.decoding.reference import decode
 from peagle.drafter.slots import serving_slots, slot_inputs, visible
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
-from peagle.training.replay import draft_everywhere, replay, replay_drafts
+from peagle.training.replay import Form, draft_everywhere, replay, replay_drafts, replay_forms
 
 NUM_DRAFT_TOKENS = [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 
@@ -162,15 +164,26 @@ def test_replay_counts_what_decoding_counts(switches, num_draft_tokens, repeatin
 
 @pytest.mark.parametrize("has_pair_head", [False, True], ids=["marginals", "pair head"])
 @pytest.mark.parametrize("tree_nodes", [2, 31])
-def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head, repeating, trained, monkeypatch):
-    (target, rows), drafter = repeating, trained
+def test_replay_of_trees_counts_what_decoding_counts(tree_nodes, has_pair_head, repeating, trained):
+    (target, rows), drafter = repeating, copy.deepcopy(trained)
     if has_pair_head:
-        monkeypatch.setattr(drafter, "pair_head", random_head(drafter))
+        drafter.pair_head = random_head(drafter)
     expected = decoded(target, drafter, rows, 5, tree_nodes)
     assert expected.accepted_per_position[1] > 0, "paths of one token would prove little"
     assert replay(target, drafter, rows, 5, tree_nodes=tree_nodes) == expected
     if tree_nodes == 31 and has_pair_head:  # a wrong head misleads the chain
         assert replay(target, drafter, rows, 5).acceptance_length < expected.acceptance_length
+
+
+def test_several_forms_share_the_passes_of_target_and_drafter(repeating, trained, monkeypatch):
+    (target, rows), plain, drafter = repeating, trained, copy.deepcopy(trained)
+    drafter.pair_head = random_head(drafter)
+    forms = [Form(plain, 3), Form(drafter, 5), Form(drafter, 5, 12), Form(plain, 4, 9)]
+    expected = [replay_drafts(target, own, rows, depth, tree_nodes=nodes) for own, depth, nodes in forms]
+    num_passes, aux_hidden = [], target.aux_hidden
+    monkeypatch.setattr(target, "aux_hidden", lambda *arguments: num_passes.append(1) or aux_hidden(*arguments))
+    assert replay_forms(target, forms, rows) == expected
+    assert len(num_passes) == 1 and len({str(drafts) for drafts in expected}) == len(forms), "the forms differ"
 
 
 def test_drafts_from_every_anchor_are_the_served_ones(target, drafter):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from harness.engine_runs import PROMPTS, practised_drafter
+from harness.engine_runs import PROMPTS, TREE_NODES, practised_drafter
 from harness.model_families import family_target
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
@@ -66,7 +66,9 @@ def drafter() -> Drafter:
     return practised_drafter()
 
 
-@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.slow), NUM_DRAFT_TOKENS])
+@pytest.fixture(
+    params=[pytest.param(0, marks=pytest.mark.slow), NUM_DRAFT_TOKENS, pytest.param("tree", marks=pytest.mark.slow)]
+)
 def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     def capture(run: Callable[[], Any], pool: Any) -> Callable[[], Any]:
         result = [run() for _ in range(3)][-1]
@@ -80,7 +82,9 @@ def engine(request: pytest.FixtureRequest, drafter: Drafter, monkeypatch: pytest
         return replay
 
     own = drafter if request.param else None
-    engine = Engine(family_target("llama", seed=3), own, request.param, EngineConfig(**SMALL))  # type: ignore[arg-type]
+    num_draft_tokens, tree_nodes = (NUM_DRAFT_TOKENS, TREE_NODES) if request.param == "tree" else (request.param, None)
+    config = EngineConfig(tree_nodes=tree_nodes, **SMALL)  # type: ignore[arg-type]
+    engine = Engine(family_target("llama", seed=3), own, num_draft_tokens, config)
     monkeypatch.setattr(captured_steps, "capture", capture)
     monkeypatch.setattr(captured_steps, "replay_seconds", lambda *_: 1.0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -6,7 +6,7 @@ prompt side by side.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +42,8 @@ class Arguments(ServedModelArguments):
     limit: int = 16
     """use at most this many prompts of the file"""
     num_draft_tokens: int | None = None
-    """draft tokens per step; default: 7, or what the drafter was trained for"""
+    """judge chains of this many draft tokens, all verified; default: what an engine does, which is a tree, if the
+    drafter can draft one, of which each pass verifies what pays"""
     max_tokens: int = 48
     """longest answer, in tokens"""
     temperature: float = 1.0
@@ -74,8 +75,7 @@ def main(argv: list[str]) -> int:
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
     target = arguments.drafter.pair(target_arguments).load()
     drafter = arguments.drafter.load(target)
-    if arguments.num_draft_tokens is None:
-        settings = replace(settings, num_draft_tokens=drafter.config.usual_num_draft_tokens)
+    settings = settings.with_drafts(drafter, arguments.num_draft_tokens)
     token_ids = render(target, prompts)
     with progress_bar() as progress:
         task = progress.add_task("comparing", total=None)

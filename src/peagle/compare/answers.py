@@ -1,7 +1,7 @@
 """Answer prompts in each of the ways that are compared: reference decoder, our engine, transformers."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peagle.data.prompts import Prompt
 from peagle.decoding.acceptance import Acceptance
@@ -38,6 +38,7 @@ def decode_with_reference(
     params: Sequence[SamplingParams],
     drafter: "Drafter | None" = None,
     num_draft_tokens: int = 0,
+    tree_nodes: int | None = None,
 ) -> tuple[Answers, Acceptance]:
     """Answers of the slow reference decoder, one prompt at a time: with a drafter, or plain without."""
     from peagle.decoding.reference import decode
@@ -45,7 +46,8 @@ def decode_with_reference(
     answers: Answers = []
     total = Acceptance(0, (0,) * num_draft_tokens)
     for prompt_ids, own in zip(prompts, params, strict=True):
-        steps = list(decode(target, prompt_ids, own, drafter=drafter, num_draft_tokens=num_draft_tokens))
+        drafts: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "tree_nodes": tree_nodes}
+        steps = list(decode(target, prompt_ids, own, drafter=drafter, **drafts))
         answers.append(tuple(token for step in steps for token in step.token_ids))
         accepted = [step.num_accepted_emitted for step in steps if step.draft_token_ids]
         total += Acceptance.of(accepted, num_draft_tokens)
@@ -59,9 +61,13 @@ def answer_with_engine(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     on_part: Callable[[int], None] = lambda _: None,
+    **settings: Any,
 ) -> tuple[Answers, list[Acceptance]]:
-    """Answers of the engine that `peagle serve` runs, with drafts, batched; and the acceptance of each answer."""
-    outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, params, on_part)
+    """Answers of the engine that `peagle serve` runs, with drafts, batched; and the acceptance of each answer.
+
+    It verifies all drafts of a chain, unless `settings`, fields of `EngineConfig`, say otherwise.
+    """
+    outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, params, on_part, **settings)
     return [output.outputs[0].token_ids for output in outputs], [output.metrics.acceptance for output in outputs]
 
 
@@ -72,14 +78,16 @@ def outputs_of_engine(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     on_part: Callable[[int], None] = lambda _: None,
+    **settings: Any,
 ) -> "list[RequestOutput]":
     """The same with all that the engine says about them. `on_part` gets the number of prompts answered so far."""
     from peagle.engine.llm import LLM
 
-    longest = max(map(len, prompts)) + max(each.max_tokens for each in params) + 2 * num_draft_tokens
-    max_batch, max_length = min(MAX_BATCH, len(prompts)), min(longest, target.max_length)
+    num_drafts = settings.get("tree_nodes") or num_draft_tokens
+    longest = max(map(len, prompts)) + max(each.max_tokens for each in params) + 2 * num_drafts
+    settings |= {"max_batch": min(MAX_BATCH, len(prompts)), "max_length": min(longest, target.max_length)}
     outputs: list[RequestOutput] = []
-    with LLM(target, drafter, num_draft_tokens, max_batch=max_batch, max_length=max_length, verify_tokens=0) as llm:
+    with LLM(target, drafter, num_draft_tokens, **{"verify_tokens": 0} | settings) as llm:
         for start in range(0, len(prompts), PART):
             part = slice(start, start + PART)
             outputs += llm.generate([list(prompt) for prompt in prompts[part]], list(params[part]))

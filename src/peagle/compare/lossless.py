@@ -19,6 +19,7 @@ from peagle.compare.sampling_test import LENGTH, Fit, fit, fit_cells, opening_pr
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
+from peagle.scheduling.config import EngineConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,10 @@ class Settings:
     num_samples: int = 256
     """openings drawn per prompt of the distribution test"""
     num_sampled_prompts: int = 2
+    tree_nodes: int | None = None
+    """drafts are trees of this many nodes, and `num_draft_tokens` is their depth"""
+    verify_tokens: int | None = 0
+    """tokens of a verification pass, as in `EngineConfig`; 0: all drafts, None: those that pay"""
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "max_tokens", "num_seeds", "num_sampled_prompts"):
@@ -55,6 +60,14 @@ class Settings:
             raise ConfigError(
                 f"temperature must be more than 0, got {self.temperature}", hint="greedy answers are always compared"
             )
+
+    def with_drafts(self, drafter: "Drafter", num_draft_tokens: int | None) -> "Settings":
+        """Chains of that many tokens, all verified; None: the drafts that an engine makes by default."""
+        from peagle.engine.checks import check_drafts
+
+        depth, config = check_drafts(drafter, num_draft_tokens, EngineConfig())
+        verify_tokens = None if num_draft_tokens is None else 0
+        return replace(self, num_draft_tokens=depth, tree_nodes=config.tree_nodes, verify_tokens=verify_tokens)
 
 
 @dataclass(frozen=True)
@@ -147,11 +160,12 @@ def examine(
     on_stage("transformers.generate")
     generated = [generate_with_transformers(target, prompt, settings.max_tokens) for prompt in prompts]
     on_stage("the reference decoder with drafts")
-    drafted, _ = decode_with_reference(target, prompts, greedy, drafter, depth)
+    drafted, _ = decode_with_reference(target, prompts, greedy, drafter, depth, settings.tree_nodes)
     on_stage("the engine with drafts")
     seeded = _seeded(prompts, settings)
     rows, params = [*prompts, *(prompts[index] for index, _ in seeded)], [*greedy, *(own for _, own in seeded)]
-    answers, accepted = answer_with_engine(target, drafter, depth, rows, params)
+    served_as: dict[str, Any] = {"tree_nodes": settings.tree_nodes, "verify_tokens": settings.verify_tokens}
+    answers, accepted = answer_with_engine(target, drafter, depth, rows, params, **served_as)
     served, acceptance = answers[: len(prompts)], sum(accepted[1 : len(prompts)], accepted[0])
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, plain, strict=True)]
     is_exact = str(target.dtype) in ("torch.float32", "torch.float64")
@@ -168,9 +182,9 @@ def examine(
     sampled = prompts[: settings.num_sampled_prompts]
     first = SamplingParams(max_tokens=LENGTH, temperature=settings.temperature, ignore_eos=True)
     draws = [replace(first, seed=1000 + seed) for seed in range(settings.num_samples)]
-    # An opening can use two draft tokens; more would only take time.
+    # An opening can use drafts of two tokens; longer ones would only take time.
     rows = [prompt for prompt in sampled for _ in draws]
-    drawn, _ = answer_with_engine(target, drafter, min(LENGTH - 1, depth), rows, draws * len(sampled))
+    drawn, _ = answer_with_engine(target, drafter, min(LENGTH - 1, depth), rows, draws * len(sampled), **served_as)
     parts = [drawn[start : start + len(draws)] for start in range(0, len(drawn), len(draws))]
     distributions = [
         _distribution(target, index, prompt, settings, part)

@@ -53,10 +53,17 @@ def _verdict(document: dict[str, Any]) -> list[str]:
         f"{verdict} {rule}",
         "",
         f"{document['num_prompts']} prompts, up to {settings['max_tokens']} tokens each, "
-        f"{settings['num_draft_tokens']} draft tokens per step. The engine's acceptance length was "
+        f"{_drafts(settings)}. The engine's acceptance length was "
         f"{document['acceptance_length']:.2f} over {document['num_drafts']} drafts.",
         "",
     ]
+
+
+def _drafts(settings: dict[str, Any]) -> str:
+    drafts = f"{settings['num_draft_tokens']} draft tokens per step"
+    if settings["tree_nodes"] is not None:
+        drafts = f"drafts as trees of {settings['tree_nodes']} nodes, up to {settings['num_draft_tokens']} deep"
+    return drafts if settings["verify_tokens"] == 0 else f"{drafts}, of which each pass verifies what pays"
 
 
 def _comparison_table(comparisons: list[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from peagle.objective.labels import LABEL_CHUNK
 from peagle.targets.hf import HFTarget
 
 ANCHORS_AT_ONCE = 256
+Count = Callable[[int, list[int]], int]
+"""How many tokens the drafts at an anchor have in common with the answer."""
 
 
 def replay(
@@ -50,7 +53,14 @@ def replay(
     return Acceptance.of((draft.num_accepted for draft in drafts), num_draft_tokens)
 
 
-@torch.no_grad()
+class Form(NamedTuple):
+    """How drafts are made: as chains, or as trees of `tree_nodes`."""
+
+    drafter: Drafter
+    num_draft_tokens: int
+    tree_nodes: int | None = None
+
+
 def replay_drafts(
     target: HFTarget,
     drafter: Drafter,
@@ -60,9 +70,20 @@ def replay_drafts(
     tree_nodes: int | None = None,
 ) -> list[VerifiedDraft]:
     """The drafts that serving would verify, and where in the text."""
-    drafter.config.check_num_draft_tokens(num_draft_tokens)
-    check_tree(drafter, tree_nodes)
-    drafts: list[VerifiedDraft] = []
+    [drafts] = replay_forms(target, [Form(drafter, num_draft_tokens, tree_nodes)], conversations, tokens_at_once)
+    return drafts
+
+
+@torch.no_grad()
+def replay_forms(
+    target: HFTarget, forms: Sequence[Form], conversations: Sequence[Conversation], tokens_at_once: int = 16384
+) -> list[list[VerifiedDraft]]:
+    """The same for several forms, with one pass of target and drafter: the drafters may differ in their pair heads."""
+    for drafter, num_draft_tokens, tree_nodes in forms:
+        drafter.config.check_num_draft_tokens(num_draft_tokens)
+        check_tree(drafter, tree_nodes)
+    drafts: list[list[VerifiedDraft]] = [[] for _ in forms]
+    drafter = forms[0].drafter
     was_training = drafter.training
     drafter.eval()
     # A draft needs a first token, the answer's first token, and one to draft.
@@ -70,20 +91,37 @@ def replay_drafts(
     try:
         for rows in _batched(order, tokens_at_once):
             token_ids_BT, loss_mask_BT, *_ = pack_sequences([[row] for row in rows], len(rows[-1]))
-            depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
-            arguments = target, drafter, token_ids_BT.to(target.device)
-            if tree_nodes is None:
-                drafts_BTK = draft_everywhere(*arguments, depths_BT).tolist()
-                counts = [partial(_count_chain, drafts_TK) for drafts_TK in drafts_BTK]
-            else:
-                # Drafts beyond the answer's end compete for the nodes, too.
-                found = likeliest_everywhere(*arguments, depths_BT.sign() * num_draft_tokens, drafter.num_candidates)
-                counts = [partial(_count_tree, drafter, *tables, tree_nodes) for tables in zip(*found, strict=True)]
-            for conversation, count in zip(rows, counts, strict=True):
-                drafts += _walk(count, conversation, num_draft_tokens)
+            counters = _counters(target, forms, token_ids_BT.to(target.device), loss_mask_BT)
+            for form, own, counts in zip(forms, drafts, counters, strict=True):
+                for conversation, count in zip(rows, counts, strict=True):
+                    own += _walk(count, conversation, form.num_draft_tokens)
     finally:
         drafter.train(was_training)
     return drafts
+
+
+def _counters(
+    target: HFTarget, forms: Sequence[Form], token_ids_BT: Tensor, loss_mask_BT: Tensor
+) -> Iterator[Sequence[Count]]:
+    """A function for each form and row."""
+    drafter, num_draft_tokens, tree_nodes = forms[0]
+    if len(forms) == 1 and tree_nodes is None:
+        depths_BT = max_depths(loss_mask_BT, num_draft_tokens)
+        drafts_BTK = draft_everywhere(target, drafter, token_ids_BT, depths_BT).tolist()
+        yield [partial(_count_chain, drafts_TK) for drafts_TK in drafts_BTK]
+        return
+    # Drafts beyond the answer's end compete for the nodes, too.
+    depths_BT = max_depths(loss_mask_BT, 1) * max(form.num_draft_tokens for form in forms)
+    found = likeliest_everywhere(target, drafter, token_ids_BT, depths_BT, drafter.num_candidates)
+    for drafter, num_draft_tokens, tree_nodes in forms:
+        tables = [table_BTKW[:, :, :num_draft_tokens] for table_BTKW in found]
+        if tree_nodes is None:
+            yield [partial(_count_chain, drafts_TK) for drafts_TK in _chains(drafter, *tables).tolist()]
+        else:
+            yield [
+                partial(_count_tree, drafter, tokens, scores, tree_nodes)
+                for tokens, scores in zip(*tables, strict=True)
+            ]
 
 
 @torch.no_grad()
@@ -199,13 +237,8 @@ def _batched(rows: Sequence[Conversation], num_tokens: int) -> Iterator[list[Con
         yield batch
 
 
-def _walk(
-    count: Callable[[int, list[int]], int], conversation: Conversation, num_draft_tokens: int
-) -> list[VerifiedDraft]:
-    """The draft of each step. Prefill emits the answer's first token; each step emits accepted + 1.
-
-    `count(anchor, answer)` says how many tokens the drafts at an anchor have in common with the answer.
-    """
+def _walk(count: Count, conversation: Conversation, num_draft_tokens: int) -> list[VerifiedDraft]:
+    """The draft of each step. Prefill emits the answer's first token; each step emits accepted + 1."""
     token_ids, mask = conversation.token_ids.tolist(), conversation.loss_mask.tolist()
     drafts = []
     newest, start = 1, 0
