@@ -74,6 +74,8 @@ class TrainingSettings:
     """seed of data order, COD sampling and random init"""
     save_every: int = 500
     """steps between checkpoints to resume from"""
+    keep_best: bool = False
+    """finish with the checkpoint of the best replayed acceptance on held-out answers, not with the last one"""
 
 
 @dataclass(frozen=True, kw_only=True)
