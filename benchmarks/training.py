@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lk": {"loss": "lk"},
     "lk-decay": {"loss": "lk", "depth_weights": DECAY},
     "until-failure": {"labels": "until-failure"},
+    "on-policy": {"labels": "on-policy"},
     "five-target-layers": {"aux_layer_ids": MORE_LAYERS},
     "six-layers": {"num_layers": 6},
     "two-layers": {"num_layers": 2},
