@@ -4,9 +4,9 @@
         spec_bench/question.jsonl [--drafter DIR] [--json OUT.json] [--plot OUT.svg] [--eager]
 
 Each file is a set. Its categories are sets of their own if they have at least 20 prompts, as in Spec-Bench. Four kinds
-of text that invite depth are added: lists, code, tables, and copies of a prompt. Chains of 7 and 16 drafts and trees of
-31 run on an engine each, which answers all sets in one batch. Depths beyond those the drafter was trained for are left
-out. On a GPU --eager starts sooner and decodes slower; acceptance stays the same but for rounding.
+of text that invite depth are added: lists, code, tables, and copies of a prompt. Chains of 7 and 16 drafts (--chains)
+and trees of 31 run on an engine each, which answers all sets in one batch. Depths beyond those the drafter was trained
+for are left out. On a GPU --eager starts sooner and decodes slower; acceptance stays the same but for rounding.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from peagle.targets.hf import HFTarget
 from peagle.targets.load import load_target
 
 LEAST_PROMPTS = 20  # of a category that is a set of its own
-CHAINS = (7, 16)
 TREE_NODES, TREE_DEPTH = 31, 8
 SHORT, LONG = (0, 512), (1024, 4096)
 """Tokens of the text, prompt and answer so far, whose acceptance lengths are compared."""
@@ -54,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default=None, help="default: the embedded target")
     parser.add_argument("--dtype", default="auto", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--allow-mismatch", action="store_true", help="measure a drafter of another target")
+    parser.add_argument("--chains", type=int, nargs="*", default=[7, 16], help="their draft tokens")
     parser.add_argument("--limit", type=int, default=80, help="prompts per set")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-batch", type=int, default=None)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     drafter = load_drafter(options.drafter, target, allow_mismatch=options.allow_mismatch)
     sets = {name: prompts[: options.limit] for name, prompts in read_sets(options.prompts).items()}
     forms: dict[str, dict[str, Any]] = {
-        f"chain, K = {depth}": {"num_draft_tokens": depth} for depth in drafter.config.depths_within(CHAINS)
+        f"chain, K = {depth}": {"num_draft_tokens": depth} for depth in drafter.config.depths_within(options.chains)
     }
     if drafter.config.parallel:
         forms[f"tree, {TREE_NODES} nodes"] = {

@@ -31,8 +31,8 @@ def test_every_form_is_measured_by_set_depth_and_length(tmp_path: Path, capsys: 
     target = tiny_target(num_layers=4)
     write_target(target, tmp_path / "target")
     write_drafter(target, tmp_path / "drafter")
-    BENCHMARK["main"].__globals__["CHAINS"] = (3, 16)
     command = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--limit", "2"]
+    command += ["--chains", "3", "16"]
     command += ["--max-tokens", "12", "--max-batch", "8", "--json", str(tmp_path / "out.json")]
     BENCHMARK["main"]([*command, "--plot", str(tmp_path / "out.svg")])
     forms = json.loads((tmp_path / "out.json").read_text())["forms"]
