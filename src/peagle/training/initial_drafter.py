@@ -102,7 +102,7 @@ def with_more_aux_layers(target: HFTarget, drafter: Drafter, config: TrainConfig
         for index, layer in enumerate(earlier):
             place = more.index(layer)
             wider.fc.weight.view(-1, num_layers, width)[:, place] = drafter.fc.weight[:, index * width :][:, :width]
-            wider.fc_norm[place].weight.copy_(drafter.fc_norm[index].weight)
+            wider.fc_norm[place].load_state_dict(drafter.fc_norm[index].state_dict())
             if shape.parallel:
                 wider.mask_hidden.view(num_layers, width)[place] = drafter.mask_hidden[index * width :][:width]
     return wider
