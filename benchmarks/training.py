@@ -1,12 +1,15 @@
 """Measures training memory and the effect of settings: the tables of docs/guides/train.md and docs/log.md.
 
-    python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8]
-    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base tv lk ...]
+    python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8] \
+        [--num-draft-tokens 8 16 32]
+    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base tv lk ...] \
+        [--from-drafter shipped]
 
-`memory` trains a random drafter for a few steps on one sequence of random ids, for each number of segments, and prints
-planned and measured memory. `ablations` trains one drafter per changed setting from random init, on the same data in
-the same order, and prints loss and replayed acceptance. Finished drafters are skipped, so rerun it to resume. Both need
-a GPU.
+`memory` trains a random drafter for a few steps on sequences of random ids, for each number of depths and segments, and
+prints planned and measured memory. `ablations` trains one drafter per changed setting, on the same data in the same
+order, and prints loss and replayed acceptance. A few hundred steps from noise measure the first depths only, so with
+--from-drafter all start from that drafter, with a low learning rate; changes of its shape are then left out. Finished
+drafters are skipped, so rerun it to resume. Both need a GPU.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 
 from peagle.checkpoint.card import read_card
+from peagle.checkpoint.native import drafter_directory
 from peagle.data.conversations import Conversation
 from peagle.objective.config import TrainConfig
 from peagle.targets.hf import HFTarget
@@ -39,7 +43,8 @@ from peagle.training.trainer import Trainer
 NUM_MEASURED_STEPS = 3
 NUM_DRAFT_TOKENS = 8
 BASE: dict[str, Any] = {"num_draft_tokens": NUM_DRAFT_TOKENS, "init": "random", "loss": "ce"}
-MORE_LAYERS = "five, evenly spaced"  # depends on the target
+MORE_LAYERS = "the default ones and those halfway between"  # depends on the target
+LOW_LEARNING_RATE = 3e-4  # of runs that start from a trained drafter
 DECAY = tuple(round(0.8**depth, 6) for depth in range(NUM_DRAFT_TOKENS))
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
@@ -48,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lk": {"loss": "lk"},
     "lk-decay": {"loss": "lk", "depth_weights": DECAY},
     "until-failure": {"labels": "until-failure"},
+    "on-policy": {"labels": "on-policy"},
     "five-target-layers": {"aux_layer_ids": MORE_LAYERS},
     "six-layers": {"num_layers": 6},
     "two-layers": {"num_layers": 2},
@@ -62,6 +68,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "from-target": {"init": "target"},
     "kl": {"loss": "kl"},
 }
+SHAPES = ("six-layers", "two-layers", "one-layer", "own-embeddings", "no-fc-norm", "from-target")
+"""Changes that a trained drafter cannot take over."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,13 +79,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.add_argument("--shape", default="llama-8b", help="shape of `peagle bench --dummy`, or a config.json")
     memory.add_argument("--length", type=int, default=20_000, help="tokens of the sequence")
     memory.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 4, 8])
+    memory.add_argument("--num-draft-tokens", type=int, nargs="+", default=[NUM_DRAFT_TOKENS])
+    memory.add_argument("--batch-size", type=int, default=1, help="sequences of a step")
     memory.add_argument("--num-layers", type=int, default=4)
     ablations = actions.add_parser("ablations", help="one drafter per changed setting")
     ablations.add_argument("--data", type=Path, required=True, help="shards of `peagle data`")
     ablations.add_argument("--held-out", type=Path, default=None, help="default: some of the data's answers")
     ablations.add_argument("--output", type=Path, required=True)
     ablations.add_argument("--target", default=None, help="default: the embedded target")
-    ablations.add_argument("--only", nargs="+", choices=list(CHANGES), default=list(CHANGES))
+    ablations.add_argument("--only", nargs="+", choices=list(CHANGES), default=None)
+    ablations.add_argument("--from-drafter", default=None, help="directory, or `shipped`: start from this drafter")
     ablations.add_argument("--num-steps", type=int, default=500)
     ablations.add_argument("--batch-size", type=int, default=64)
     ablations.add_argument("--max-length", type=int, default=512)
@@ -92,33 +103,34 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare_memory(arguments: argparse.Namespace) -> None:
     target = dummy_target(arguments.shape)
-    rows = [f"{'segments':>8}  {'planned':>9}  {'measured':>9}  {'s/step':>8}"]
+    rows = [f"{'depths':>6}  {'segments':>8}  {'planned':>9}  {'measured':>9}  {'s/step':>8}"]
     print(rows[0], flush=True)
-    for num_partitions in arguments.partitions:
-        planned, measured, seconds = train_on_one_row(target, arguments, num_partitions)
+    for num_draft_tokens, num_partitions in product(arguments.num_draft_tokens, arguments.partitions):
+        planned, measured, seconds = train_on_noise(target, arguments, num_draft_tokens, num_partitions)
         held = "-" if measured is None else f"{measured / GIB:.1f} GiB"
-        rows.append(f"{num_partitions:>8}  {planned / GIB:>5.1f} GiB  {held:>9}  {seconds:>8.2f}")
+        sizes = f"{num_draft_tokens:>6}  {num_partitions:>8}"
+        rows.append(f"{sizes}  {planned / GIB:>5.1f} GiB  {held:>9}  {seconds:>8.3f}")
         print(rows[-1], flush=True)
     print("\n".join(["", *rows]))
 
 
-def train_on_one_row(
-    target: HFTarget, arguments: argparse.Namespace, num_partitions: int
+def train_on_noise(
+    target: HFTarget, arguments: argparse.Namespace, num_draft_tokens: int, num_partitions: int
 ) -> tuple[int, int | None, float]:
     """Planned bytes, peak bytes (None on a CPU), and seconds of the fastest step."""
-    length = arguments.length
-    token_ids = np.random.default_rng(0).integers(0, target.vocab_size, length).astype(np.int32)
-    conversations = [Conversation(token_ids, np.arange(length) >= length // 20, 1)]
+    length, num_rows = arguments.length, arguments.batch_size
+    token_ids = np.random.default_rng(0).integers(0, target.vocab_size, (num_rows, length)).astype(np.int32)
+    conversations = [Conversation(row, np.arange(length) >= length // 20, n) for n, row in enumerate(token_ids, 1)]
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             data=Path(folder),
             output=Path(folder) / "drafter",
             num_layers=arguments.num_layers,
-            num_draft_tokens=NUM_DRAFT_TOKENS,
+            num_draft_tokens=num_draft_tokens,
             mask_token_id=0,
             max_length=length,
-            batch_size=1,
-            micro_batch_size=1,
+            batch_size=num_rows,
+            micro_batch_size=num_rows,
             num_partitions=num_partitions,
             num_steps=NUM_MEASURED_STEPS,
             log_every=1,
@@ -127,7 +139,7 @@ def train_on_one_row(
         drafter = initial_drafter(target, config, None)
         features_of = features_for(target, config, conversations, World())
         trainer = Trainer(drafter, OBJECTIVES[config.method](drafter, config), features_of, config, RunState(config))
-        planned = estimate(Sizes.of(target, drafter, config), config, 1, num_partitions).total
+        planned = estimate(Sizes.of(target, drafter, config), config, num_rows, num_partitions).total
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -140,8 +152,13 @@ def train_on_one_row(
 def compare_settings(arguments: argparse.Namespace) -> None:
     target = load_target(arguments.target)
     common = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in arguments.settings)}
+    names = arguments.only or list(CHANGES)
+    if arguments.from_drafter is not None:
+        path = None if arguments.from_drafter == "shipped" else arguments.from_drafter
+        common = {"from_drafter": drafter_directory(path, target), "learning_rate": LOW_LEARNING_RATE} | common
+        names = arguments.only or [name for name in names if name not in SHAPES]
     rows = [f"{'change':<18}  {'loss':>6}  {'replayed':>8}  {'K = 7':>6}  {'steps/s':>7}  accepted by depth"]
-    for name in arguments.only:
+    for name in names:
         config = TrainConfig(
             data=arguments.data,
             held_out=arguments.held_out,
@@ -163,9 +180,9 @@ def compare_settings(arguments: argparse.Namespace) -> None:
 def _changed(target: HFTarget, settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("aux_layer_ids") != MORE_LAYERS:
         return settings
-    first, last = 1, target.num_layers - 2
-    spaced = sorted({round(first + (last - first) * index / 4) for index in range(5)})
-    return settings | {"aux_layer_ids": tuple(spaced)}
+    usual = target.default_aux_layer_ids
+    between = {(lower + upper) // 2 for lower, upper in pairwise(usual)}
+    return settings | {"aux_layer_ids": tuple(sorted({*usual, *between}))}
 
 
 def print_metrics(step: int, metrics: dict[str, Any] | None) -> None:

@@ -27,6 +27,7 @@ from peagle.checkpoint.layouts import PAIR_HEAD_NAME, WEIGHTS_NAME
 from peagle.checkpoint.native import load_drafter
 from peagle.data.config import RegenerationConfig, SynthesisConfig, Until
 from peagle.data.conversations import read_conversations
+from peagle.data.generation import drafter_for
 from peagle.data.prompts import read_dialogs
 from peagle.data.regeneration import answer_dialogs
 from peagle.data.synthesis import write_synthesis
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--given", type=Path, nargs="*", default=[], help="prompt files the target also answers")
     parser.add_argument("--prompts", nargs="*", default=[], metavar="NAME=FILE", help="sets to replay, 80 of each")
     parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--drafter", default=None, help="for synthesize; default: the shipped one; none: no drafts")
     parser.add_argument("--num-tokens", type=int, default=None, help="stop at this many answer tokens")
     parser.add_argument("--max-batch", type=int, default=None, help="default: 1024 on a GPU, 16 on a CPU")
     parser.add_argument("--max-length", type=int, default=512)
@@ -102,7 +104,9 @@ def write_training_text(target: HFTarget, arguments: argparse.Namespace) -> None
     until = Until(seconds=arguments.seconds, num_tokens=arguments.num_tokens)
     settings = config.described(*arguments.given)
     output = arguments.work / "data"
-    counts = write_synthesis(target, output, config, until, given, settings, max_batch=arguments.max_batch)
+    drafter = drafter_for(target, arguments.drafter, config.max_length)
+    options: dict[str, Any] = {"drafter": drafter, "max_batch": arguments.max_batch}
+    counts = write_synthesis(target, output, config, until, given, settings, **options)
     print(f"synthesized {counts}", flush=True)
 
 

@@ -71,8 +71,8 @@ FLAGS = {
     "train": (
         "--recipe --data --output --method --from-drafter --held-out --num-held-out --num-layers --num-draft-tokens "
         "--draft-vocab-size --init --pair-head --loss --labels --retention --max-length --batch-size --num-steps "
-        "--learning-rate --warmup-steps --seed --save-every --features --checkpoint-activations "
-        f"--no-checkpoint-activations --parallel {TARGET}"
+        "--learning-rate --warmup-steps --seed --save-every --keep-best --no-keep-best --features "
+        f"--checkpoint-activations --no-checkpoint-activations --parallel {TARGET}"
     ),
     "build": (
         "--output --budget --data --prompts --recipe --max-length --num-draft-tokens --num-layers --seed --dry-run "

@@ -108,7 +108,7 @@ def test_a_recipe_that_ships_is_taken_by_name(peagle, tmp_path, monkeypatch):
     assert "(default: 40000)" in shown.split("--num-steps")[1].splitlines()[0], "its settings are the defaults"
     refused = peagle("train", "--recipe", "nosuch", "--data", "data", "--output", "out")
     assert refused.status == 2 and "no recipe 'nosuch'" in refused.err
-    assert "names: dense-8b, embedded, embedded-long, gpt-oss-20b, long-context, moe-30b" in refused.err
+    assert "names: dense-8b, embedded, embedded-32, embedded-long, gpt-oss-20b, long-context, moe-30b" in refused.err
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name_and_nothing_is_written(train, recipe, tmp_path):

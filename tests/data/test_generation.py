@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.tiny_models import tiny_target
+from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.data.generation import Generator, Job
 from peagle.engine.llm import LLM
 from peagle.errors import RequestError
@@ -84,3 +84,13 @@ def test_answers_without_text_have_their_tokens(target):
         (whole,) = llm.generate([[5, 6, 7]], GREEDY)
     assert outputs[0].text == "" and whole.text
     assert outputs[0].outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_the_log_says_what_drafts_saved(target, caplog):
+    with caplog.at_level("INFO", logger="peagle"):
+        with Generator(target, tiny_drafter(target, num_layers=1), max_length=32, max_batch=3) as generator:
+            assert sum(len(answers) for answers in generator.run(in_bunches(jobs(4)))) == 4
+        stats = generator.engine.stats()
+    assert stats.num_drafts and stats.decode_seconds > 0 and stats.plain_decode_seconds > 0
+    took, plain = f"{stats.decode_seconds:.1f} s", f"{stats.plain_decode_seconds:.1f} s"
+    assert f"decoding took {took}, and would have taken {plain} without drafts" in caplog.text

@@ -46,7 +46,7 @@ def test_counts_below_one_are_refused(name):
         ({"draft_vocab_size": 1}, "draft_vocab_size must be at least 2, got 1"),
         ({"num_held_out": -1}, "num_held_out must be at least 0, got -1"),
         ({"init": "targets"}, "init must be one of 'target', 'random', got 'targets'"),
-        ({"labels": "reach"}, "labels must be one of 'all', 'reached', 'until-failure', got 'reach'"),
+        ({"labels": "reach"}, "labels must be one of 'all', 'reached', 'until-failure', 'on-policy', got 'reach'"),
         ({"method": None}, "method must be one of 'p-eagle', 'eagle3', got None"),
         ({"loss": "mse"}, "loss must be one of 'kl', 'ce', 'kl+ce', 'tv+ce', 'lk', got 'mse'"),
         ({"embeddings": "tied"}, "embeddings must be one of 'shared', 'own', got 'tied'"),

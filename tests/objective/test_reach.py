@@ -12,7 +12,7 @@ from peagle.objective.config import TrainConfig
 from peagle.objective.labels import ChunkShape
 from peagle.objective.objective import Features
 from peagle.objective.p_eagle import ParallelObjective
-from peagle.objective.reach import likeliest_tokens, num_departures, reached, until_failure
+from peagle.objective.reach import likeliest_tokens, num_departures, on_policy, reached, until_failure
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,36 @@ def test_what_is_learned_until_failure_is_a_part_of_what_is_reached(target, num_
     every, some = (learned(drafter, batch, features, labels=labels) for labels in ("reached", "until-failure"))
     assert some[1][2, 0] == every[1][2, 0], "depth 0 is always judged"
     assert (some[1][2, 1:] < every[1][2, 1:]).all()
+
+
+def test_labels_count_double_where_a_draft_begins_after_a_rejection(target):
+    batch = packed_batch()
+    features = features_that_follow(target, batch, 1.1)
+    likeliest = likeliest_tokens(batch.token_ids_BT, features, 4096)
+    is_right = torch.rand(len(batch.labels.row_N), generator=torch.Generator().manual_seed(1)) < 0.8
+    guesses = likeliest[batch.labels.row_N, batch.labels.judge_N] + ~is_right
+    weights = on_policy(batch.labels, guesses, likeliest).weight_N
+    assert weights[batch.labels.weight_N == 0].eq(0).all(), "padding"
+    is_label = batch.labels.weight_N > 0
+    found = dict(zip(labels_of(batch), weights[is_label].tolist(), strict=True))
+    chains = {}
+    for (row, _, depth, judge), right in zip(labels_of(batch), is_right[is_label].tolist(), strict=True):
+        chains.setdefault((row, judge - depth), {})[depth] = right
+    rejected = set()
+    for (row, newest), chain in chains.items():
+        first_wrong = next((depth for depth in sorted(chain) if not chain[depth]), None)
+        if first_wrong is not None:
+            rejected.add((row, newest + first_wrong + 1))
+    assert found == {label: 1 + ((label[0], label[3] - label[2]) in rejected) for label in labels_of(batch)}
+    assert set(found.values()) == {1, 2}
+
+
+@pytest.mark.parametrize("num_partitions", [1, 3])
+def test_on_policy_counts_the_labels_that_are_reached(target, num_partitions):
+    drafter, batch = new_drafter(target), packed_batch(num_partitions=num_partitions)
+    features = features_that_follow(target, batch, 0.6)
+    every, weighted = (learned(drafter, batch, features, labels=labels) for labels in ("reached", "on-policy"))
+    assert torch.equal(weighted[1], every[1]) and weighted[0] > every[0]
 
 
 def test_reached_labels_are_the_default(target):

@@ -23,11 +23,14 @@ SHAPE = {
 
 def test_memory_is_planned_for_each_number_of_segments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
-    options = ["--length", "64", "--partitions", "1", "3", "--num-layers", "1"]
+    options = ["--length", "64", "--partitions", "1", "3", "--num-layers", "1", "--num-draft-tokens", "8", "16"]
+    options += ["--batch-size", "2"]
     MAIN(["memory", "--shape", str(tmp_path / "shape.json"), *options])
     table = [line.split() for line in capsys.readouterr().out.rpartition("\n\n")[2].splitlines()]
-    assert table[0] == ["segments", "planned", "measured", "s/step"]
-    assert [(row[0], row[2], row[3]) for row in table[1:]] == [("1", "GiB", "-"), ("3", "GiB", "-")]
+    assert table[0] == ["depths", "segments", "planned", "measured", "s/step"]
+    assert [(row[0], row[1], row[3], row[4]) for row in table[1:]] == [
+        (depths, segments, "GiB", "-") for depths in ("8", "16") for segments in ("1", "3")
+    ]
 
 
 @pytest.mark.slow
@@ -49,7 +52,7 @@ def test_each_change_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert settings["retention"] == 0.6 and settings["num_layers"] == 1
     assert all(float(line.split()[2]) >= 1 for line in table[1:]), "acceptance was replayed"
     written = {name: read_card(tmp_path / "out" / name) for name in changes}
-    assert written["five-target-layers"].aux_layer_ids == (1, 2, 4, 5, 6)
+    assert written["five-target-layers"].aux_layer_ids == (2, 3, 4, 5)
     assert written["tv-decay"].training["loss"] == "tv+ce" and written["tv-decay"].training["depth_weights"][1] == 0.8
 
 
@@ -95,3 +98,21 @@ def test_a_pair_head_is_trained_once_and_compared_as_chain_and_tree(
     assert all("(0 differ)" in line for line in table[1:])
     for name in ("held_out_replay_without_pair_head", "held_out_replay", "baseline"):
         assert f"rank 4 free, {name}: " in first
+
+
+@pytest.mark.slow
+def test_changes_of_the_training_start_from_a_trained_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny_target()
+    write_target(target, tmp_path / "target")
+    write_drafter(target, tmp_path / "drafter")
+    rows = [{"prompt_ids": [5, 6, 7 + n], "answer_ids": list(range(20, 50)), "temperature": 0} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["ablations", "--target", str(tmp_path / "target"), "--data", str(tmp_path / "rows.jsonl")]
+    command += ["--output", str(tmp_path / "out"), "--num-steps", "1", "--batch-size", "2", "--max-length", "40"]
+    MAIN([*command, "--from-drafter", str(tmp_path / "drafter"), "--only", "lk", "--settings", "num_layers=2"])
+    capsys.readouterr()
+    settings = json.loads((tmp_path / "out" / "lk" / "run" / "settings.json").read_text())
+    assert settings["from_drafter"] == str(tmp_path / "drafter")
+    assert settings["learning_rate"] == 3e-4 and settings["loss"] == "lk"

@@ -77,6 +77,6 @@ def test_a_gpu_learns_what_a_cpu_does(tmp_path: Path, changes: dict[str, object]
 def test_a_step_holds_the_memory_that_was_planned(tmp_path: Path, num_partitions: int) -> None:
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
     target = dummy_target(str(tmp_path / "shape.json"), device="cuda")
-    options = argparse.Namespace(length=8192, num_layers=4)
-    planned, measured, _ = BENCHMARK["train_on_one_row"](target, options, num_partitions)
+    options = argparse.Namespace(length=8192, num_layers=4, batch_size=1)
+    planned, measured, _ = BENCHMARK["train_on_noise"](target, options, 8, num_partitions)
     assert measured == pytest.approx(planned, rel=0.15)

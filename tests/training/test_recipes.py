@@ -19,7 +19,7 @@ ABSENT = {"data": Path("data"), "output": Path("drafter")}
 
 
 def test_there_is_a_recipe_for_each_kind_of_target():
-    names = ["dense-8b", "embedded", "embedded-long", "gpt-oss-20b", "long-context", "moe-30b"]
+    names = ["dense-8b", "embedded", "embedded-32", "embedded-long", "gpt-oss-20b", "long-context", "moe-30b"]
     assert sorted(path.stem for path in RECIPES) == names
 
 

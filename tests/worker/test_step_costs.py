@@ -107,6 +107,9 @@ def test_steps_verify_the_drafts_that_pay_and_answers_are_the_targets(
         stats = llm.engine.stats()
     assert 0 < stats.num_draft_tokens <= most * stats.num_drafts
     assert most == 1 or stats.num_draft_tokens > 2 * stats.num_drafts
+    num_tokens = sum(map(len, expected)) - len(PROMPTS)  # prefill emits the first of each
+    assert stats.plain_decode_seconds == num_tokens
+    assert stats.decode_seconds == num_tokens - stats.acceptance.num_accepted, "each step takes 1 s"
 
 
 def test_where_no_draft_pays_the_engine_stops_drafting(
@@ -120,6 +123,7 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
         stats = llm.engine.stats()
     assert 4 <= stats.num_drafts <= 6, "a few steps, to learn that it does not pay"
     assert stats.drafting_pays is False and stats.drafting_gain < 1 and stats.num_draft_pauses == 1
+    assert stats.decode_seconds > stats.plain_decode_seconds
     assert caplog.text.count("drafting does not pay at batch size 1") == 1
 
 

@@ -30,8 +30,8 @@ class Arguments:
     training: TrainingSettings
     hardware: HardwareSettings
     recipe: Path | None = None
-    """name of a recipe that ships (dense-8b, embedded, embedded-long, gpt-oss-20b, long-context, moe-30b), or a TOML
-    file; options override it"""
+    """name of a recipe that ships (dense-8b, embedded, embedded-32, embedded-long, gpt-oss-20b, long-context,
+    moe-30b), or a TOML file; options override it"""
     target: TargetArguments = field(default_factory=TargetArguments)
 
 

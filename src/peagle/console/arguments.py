@@ -285,10 +285,10 @@ SELF_EVIDENT = ("None", "", "False")
 RARE = {
     "alarms", "allow_mismatch", "anchors", "assume_acceptance", "categories", "checkpoint_activations", "cors_origins",
     "detailed", "draft_vocab", "drafter_layers", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body",
-    "goodput", "ignore_eos", "init", "keep_cut", "labels", "logprobs", "max_tpot", "memory_share", "metrics", "min_p",
-    "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds", "repetition_penalty",
-    "request_seconds", "retention", "reuse_prefixes", "save_every", "security_groups", "subnets", "tags", "tolerance",
-    "training_hours", "vllm_python",
+    "goodput", "ignore_eos", "init", "keep_best", "keep_cut", "labels", "logprobs", "max_tpot", "memory_share",
+    "metrics", "min_p", "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds",
+    "repetition_penalty", "request_seconds", "retention", "reuse_prefixes", "save_every", "security_groups", "subnets",
+    "tags", "tolerance", "training_hours", "vllm_python",
 }  # fmt: skip
 """Fields whose options only --help-all shows. They work all the same."""
 HELP_ALL = "--help-all"

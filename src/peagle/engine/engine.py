@@ -388,5 +388,7 @@ class Engine:
             num_pages_used=pages.num_used,
             drafting_pays=None if budget is None else budget.pays,
             drafting_gain=None if budget is None else budget.gain,
+            decode_seconds=0.0 if budget is None else budget.seconds,
+            plain_decode_seconds=0.0 if budget is None else budget.plain_seconds,
             num_draft_pauses=0 if budget is None else budget.num_pauses,
         )

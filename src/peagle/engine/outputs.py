@@ -153,6 +153,10 @@ class EngineStats:
     choose"""
     drafting_gain: float | None = None
     """expected tokens per second with drafts, as a multiple of those without; None until it was estimated"""
+    decode_seconds: float = 0.0
+    """of steps that the engine chose to draft in or not, by measured step times"""
+    plain_decode_seconds: float = 0.0
+    """what their tokens would take without drafts"""
     num_draft_pauses: int = 0
     """how often drafting stopped paying"""
 

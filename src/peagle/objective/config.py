@@ -64,16 +64,19 @@ class TrainingSettings:
     loss: Literal["kl", "ce", "kl+ce", "tv+ce", "lk"] = "ce"
     """ce: match the target's argmax; kl: match its distribution; kl+ce: the sum; tv+ce: 0.9 times the total variation
     distance plus 0.1 times ce; lk: the negative log of the chance that a sampled draft is accepted"""
-    labels: Literal["all", "reached", "until-failure"] | None = None
+    labels: Literal["all", "reached", "until-failure", "on-policy"] | None = None
     """p-eagle: train on all labels, or (default) only on those reached when serving, where the text from anchor to
     label is the target's argmax; the rest is mostly noise in sampled answers. until-failure: of these only up to the
-    drafter's first wrong draft"""
+    drafter's first wrong draft. on-policy: the reached ones, with twice the weight where serving would begin a draft
+    after a rejection"""
     retention: float = 0.8
     """COD sampling: depth d keeps a share retention ** d of the anchors"""
     seed: int = 0
     """seed of data order, COD sampling and random init"""
     save_every: int = 500
     """steps between checkpoints to resume from"""
+    keep_best: bool = False
+    """finish with the checkpoint of the best replayed acceptance on held-out answers, not with the last one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,7 @@ class TrainConfig(DataSettings, DrafterSettings, TrainingSettings, HardwareSetti
             raise ConfigError("pair_head is for p-eagle: eagle3 reads the draft before each draft", hint="omit it")
         if self.from_drafter is None:
             raise ConfigError("pair_head requires a trained drafter", hint="pass --from DRAFTER")
-        if self.labels == "until-failure":
-            raise ConfigError("labels = until-failure is not for a pair head", hint="omit --labels")
+        if self.labels in ("until-failure", "on-policy"):
+            raise ConfigError(f"labels = {self.labels} is not for a pair head", hint="omit --labels")
         if self.loss != "ce":
             raise ConfigError(f"a pair head is trained with ce, got loss {self.loss}", hint="omit --loss")

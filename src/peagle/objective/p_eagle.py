@@ -29,9 +29,11 @@ from peagle.objective.labels import Labels
 from peagle.objective.losses import LabelLoss
 from peagle.objective.objective import Features, compiled, is_compiled
 from peagle.objective.partition import Segment
-from peagle.objective.reach import likeliest_tokens, num_departures, reached, until_failure
+from peagle.objective.reach import likeliest_tokens, num_departures, on_policy, reached, until_failure
 
 Rotary = tuple[Tensor, Tensor]
+WEIGHTED = {"until-failure": until_failure, "on-policy": on_policy}
+"""`TrainConfig.labels` that depend on what the drafter guesses."""
 
 
 class ParallelObjective:
@@ -67,8 +69,8 @@ class ParallelObjective:
         for segment, labels in reversed(parts):
             with autocast():
                 states_ND, key_values = self._label_states(batch, leaves, Part(segment, labels), context)
-            if self.config.labels == "until-failure" and likeliest_BT is not None:
-                labels = until_failure(labels, self._guesses(states_ND, labels), likeliest_BT)
+            if likeliest_BT is not None and (weighted := WEIGHTED.get(self.config.labels or "")):
+                labels = weighted(labels, self._guesses(states_ND, labels), likeliest_BT)
             gradient_ND, loss, sums = self.label_loss.accumulate(states_ND, labels, features, num_labels)
             results.append((loss, sums))
             outputs, gradients = [states_ND], [gradient_ND]

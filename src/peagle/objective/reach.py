@@ -13,6 +13,8 @@ from torch import Tensor
 from peagle.objective.labels import Labels
 from peagle.objective.objective import Features
 
+REJECTED_WEIGHT = 2.0
+
 
 @torch.no_grad()
 def likeliest_tokens(token_ids_BT: Tensor, features: Features, columns_at_a_time: int) -> Tensor:
@@ -47,10 +49,29 @@ def until_failure(labels: Labels, guess_N: Tensor, likeliest_BT: Tensor) -> Labe
 
     Slots of an anchor are nested and never split between segments, so the guesses before a label are among these.
     """
-    num_columns = likeliest_BT.shape[1]
+    first_wrong_N, _ = _first_wrong(labels, guess_N, likeliest_BT)
+    return labels._replace(weight_N=labels.weight_N * (labels.depth_N <= first_wrong_N))
+
+
+def on_policy(labels: Labels, guess_N: Tensor, likeliest_BT: Tensor) -> Labels:
+    """The labels, with `REJECTED_WEIGHT` times the weight where serving would begin a draft after a rejection.
+
+    There the newest token is the one that the drafter's first wrong guess from an earlier anchor missed. Only guesses
+    of the same segment count.
+    """
+    first_wrong_N, begin_N = _first_wrong(labels, guess_N, likeliest_BT)
+    missed_N = torch.where((labels.depth_N == first_wrong_N) & (labels.weight_N > 0), begin_N + labels.depth_N + 1, 0)
+    is_missed_C = torch.zeros(likeliest_BT.numel() + 1, dtype=torch.bool, device=guess_N.device)
+    # No draft begins with the first column of a sequence, which stands for "none".
+    is_missed_C.index_fill_(0, missed_N, True)
+    return labels._replace(weight_N=labels.weight_N * torch.where(is_missed_C[begin_N], REJECTED_WEIGHT, 1.0))
+
+
+def _first_wrong(labels: Labels, guess_N: Tensor, likeliest_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """For each label, the depth of the first wrong guess from its anchor, and the flat column of the newest token."""
     is_wrong_N = (guess_N != likeliest_BT[labels.row_N, labels.judge_N]) & (labels.weight_N > 0)
-    anchor_N = labels.row_N * num_columns + labels.judge_N - labels.depth_N
+    begin_N = labels.row_N * likeliest_BT.shape[1] + labels.judge_N - labels.depth_N
     never = torch.iinfo(torch.long).max
     first_wrong_C = torch.full((likeliest_BT.numel(),), never, device=guess_N.device)
-    first_wrong_C.scatter_reduce_(0, anchor_N, torch.where(is_wrong_N, labels.depth_N, never), "amin")
-    return labels._replace(weight_N=labels.weight_N * (labels.depth_N <= first_wrong_C[anchor_N]))
+    first_wrong_C.scatter_reduce_(0, begin_N, torch.where(is_wrong_N, labels.depth_N, never), "amin")
+    return first_wrong_C[begin_N], begin_N

@@ -109,6 +109,10 @@ class Choice(NamedTuple):
     """drafts that should be accepted by the drafter's probabilities; None if these did not decide the size"""
     pays: bool = True
     """whether requests that had their trial go on drafting"""
+    seconds: float = 0.0
+    """expected time of the pass"""
+    plain_seconds: float = 0.0
+    """expected time of a plain decoding step instead"""
 
 
 class DraftBudget:
@@ -126,6 +130,8 @@ class DraftBudget:
         """time per step that the host needs, by batch size"""
         self.num_pauses = 0
         """how often drafting stopped paying"""
+        self.seconds = self.plain_seconds = 0.0
+        """time of the passes so far by measured step times, and what their tokens would take without drafts"""
         self.reset()
 
     def reset(self) -> None:
@@ -159,6 +165,11 @@ class DraftBudget:
             self._num_expected = weight * self._num_expected + choice.num_expected
             self._num_accepted = weight * self._num_accepted + num_accepted
 
+    def observe_time(self, choice: Choice, tokens_per_request: float) -> None:
+        """Add what a pass took, and what as many plain decoding steps as tokens per request would take."""
+        self.seconds += choice.seconds
+        self.plain_seconds += choice.plain_seconds * tokens_per_request
+
     def observe_host(self, seconds: float, batch: int) -> None:
         """Take the host's time for a decode step into account. A single slow step says little."""
         before = self._host_seconds.setdefault(batch, seconds)
@@ -182,6 +193,19 @@ class DraftBudget:
         """
         host_seconds = self._host_seconds.get(batch, 0.0)
         seconds = {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
+        choice = self._choose(seconds, batch, num_requests, num_drafting, num_paused, drafts, num_on_trial)
+        return choice._replace(seconds=seconds[choice.num_tokens], plain_seconds=seconds[batch])
+
+    def _choose(
+        self,
+        seconds: Mapping[int, float],
+        batch: int,
+        num_requests: int,
+        num_drafting: int,
+        num_paused: int,
+        drafts: DraftCurve | None,
+        num_on_trial: int,
+    ) -> Choice:
         average = drafts if self._average is None else self._average.scaled(num_drafting)
         if average is None:
             return Choice(max(seconds), num_drafting)

@@ -69,6 +69,8 @@ def initial_drafter(
         return drafter if config.pair_head is None else with_new_pair_head(drafter, config.pair_head, config)
     if config.from_drafter is not None:
         drafter = _load_earlier(target, config.from_drafter, config).float()
+        if config.aux_layer_ids not in (None, drafter.config.aux_layer_ids):
+            drafter = with_more_aux_layers(target, drafter, config)
         drafter.config = dataclasses.replace(drafter.config, num_draft_tokens=config.num_draft_tokens)
         drafter.card, drafter.repairs = None, ()  # they describe the drafter before this run
         if drafter.pair_head is not None:
@@ -82,6 +84,28 @@ def initial_drafter(
     if counts_V is not None and drafter_config.draft_vocab_size < drafter_config.vocab_size:
         offsets_U = choose_draft_vocab(counts_V, drafter_config.draft_vocab_size)
     return create_drafter(target, drafter_config, config.init, config.seed, offsets_U)
+
+
+def with_more_aux_layers(target: HFTarget, drafter: Drafter, config: TrainConfig) -> Drafter:
+    """The drafter, reading more layers of the target. It drafts as before: the new columns of `fc` are zero."""
+    more, earlier = config.aux_layer_ids, drafter.config.aux_layer_ids
+    assert more is not None and drafter.config.fc_norm, "checked by `_load_earlier`"
+    target.tap(more)
+    shape, offsets_U = dataclasses.replace(drafter.config, aux_layer_ids=more), drafter.state_dict().get("d2t")
+    wider = create_drafter(target, shape, "random", config.seed, offsets_U)
+    state = drafter.state_dict()
+    same = {name: tensor for name, tensor in state.items() if not name.startswith(("fc", "mask_hidden"))}
+    wider.load_state_dict(wider.state_dict() | same)
+    width, num_layers = drafter.config.target_hidden_size, len(more)
+    with torch.no_grad():
+        wider.fc.weight.zero_()
+        for index, layer in enumerate(earlier):
+            place = more.index(layer)
+            wider.fc.weight.view(-1, num_layers, width)[:, place] = drafter.fc.weight[:, index * width :][:, :width]
+            wider.fc_norm[place].load_state_dict(drafter.fc_norm[index].state_dict())
+            if shape.parallel:
+                wider.mask_hidden.view(num_layers, width)[place] = drafter.mask_hidden[index * width :][:width]
+    return wider
 
 
 def with_new_pair_head(drafter: Drafter, rank: int, config: TrainConfig) -> Drafter:
@@ -161,6 +185,8 @@ def _load_earlier(target: HFTarget, directory: Path, config: TrainConfig) -> Dra
     names += ["norm_output"] if config.method == "eagle3" else []
     # Unset settings take the drafter's.
     names += [name for name in ("mask_token_id", "aux_layer_ids") if getattr(config, name) is not None]
+    if drafter.config.fc_norm and set(drafter.config.aux_layer_ids) < set(config.aux_layer_ids or ()):
+        names.remove("aux_layer_ids")  # it will read more layers
     if config.pair_head is not None and drafter.config.num_draft_tokens is not None:
         names.append("num_draft_tokens")  # it is not trained any further
     wanted = {name: getattr(config, name) for name in names}

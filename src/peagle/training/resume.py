@@ -47,6 +47,8 @@ class RunState:
         self.directory = config.output / "run"
         self.drafter = self.directory / "drafter"
         """the drafter of the last save; removed when the run finishes"""
+        self.best = self.directory / "best"
+        """likewise of the save with the best replayed acceptance, if the settings keep it"""
         self._state = self.directory / "state.pt"
         self._metrics = self.directory / "metrics.jsonl"
         settings = dataclasses.asdict(config) | dict(inputs or {})
@@ -125,6 +127,12 @@ class RunState:
     def is_measured(self, step: int) -> bool:
         return any(line["step"] == step and "loss" not in line for line in self.metrics())
 
+    def best_replay(self) -> tuple[float, int]:
+        """The best replayed acceptance length of all saves, and its first step; zeros before the first one."""
+        found = [(line["replay"]["acceptance_length"], -line["step"]) for line in self.metrics() if "replay" in line]
+        length, step = max(found, default=(0.0, 0))
+        return length, -step
+
     def finish(self) -> None:
         """Delete what only an unfinished run needs. Settings and metrics stay."""
         self.world.barrier()
@@ -132,7 +140,8 @@ class RunState:
             return
         self._state.unlink(missing_ok=True)
         self._state.with_name("state.pt.tmp").unlink(missing_ok=True)
-        shutil.rmtree(self.drafter, ignore_errors=True)
+        for directory in (self.drafter, self.best):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _cannot_write(self, what: str, error: Exception) -> CheckpointError:
         free = shutil.disk_usage(self.directory).free / 2**30

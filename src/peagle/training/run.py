@@ -78,6 +78,8 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: 
     run = RunState(config, _inputs(target, text, earlier), world)
     if (config.output / WEIGHTS_NAME).exists() and not run.can_continue:
         raise ConfigError(f"{config.output} already holds a finished drafter", hint="pass a new --output")
+    if config.keep_best and not text.held_out:
+        raise ConfigError("keep_best needs held-out answers to compare checkpoints on", hint="pass --held-out FILE")
     counts_V = None if config.draft_vocab_size is None else answer_counts(text.conversations, target.vocab_size)
     drafter = initial_drafter(target, config, counts_V, saved)
     world.share(drafter.parameters())
@@ -97,14 +99,24 @@ def train_drafter(target: HFTarget, config: TrainConfig, on_step: OnStep, text: 
         card = _card(target, served, config, text, earlier, measured, step)
         if world.is_main:
             save_drafter(served, run.drafter, card, full=False)
-        return {} if measured is None else {"replay": _record(served, *measured)}
+        if measured is None:
+            return {}
+        replayed = _record(served, *measured)
+        if world.is_main and config.keep_best and replayed["acceptance_length"] > run.best_replay()[0]:
+            save_drafter(served, run.best, card, full=False)
+        return {"replay": replayed}
 
     with shown_on_tensorboard(run, trainer.step):
         trainer.train(text.conversations, on_step, on_save)
-    served = _as_served(target, drafter)
+    served, step = _as_served(target, drafter), config.num_steps
+    if config.keep_best:
+        world.barrier()
+        length, step = run.best_replay()
+        log.info("the drafter of step %d is kept: acceptance length %.3f on held-out answers", step, length)
+        served = load_drafter(run.best, target)
     checked = text.held_out or text.conversations[:NUM_CHECKED]
     measured = _replayed(target, served, checked, config.num_draft_tokens)
-    card = _card(target, served, config, text, earlier, measured if text.held_out else None, config.num_steps)
+    card = _card(target, served, config, text, earlier, measured if text.held_out else None, step)
     # In all processes, because the target may be sharded.
     with_engine = world.size == 1 and target.device.type == "cpu"
     acceptance = card.acceptance | _replay_without_pair_head(target, served, text, config.num_draft_tokens)

@@ -291,8 +291,9 @@ class Runner:
         emitted = self._transfers.fetch(result.emitted_BE[: len(requests)])
         epochs = [request.epoch for request in requests]
         made = Pass(list(requests), epochs, emitted, list(range(len(requests))), True)
-        if self.budget is not None and result.curve_2T is not None:
-            made.choice, made.curve = choice, self._transfers.fetch(result.curve_2T)
+        if self.budget is not None:
+            made.choice = choice
+            made.curve = None if result.curve_2T is None else self._transfers.fetch(result.curve_2T)
         logprobs = LaunchLogprobs()
         made.add_logprobs(result, logprobs)
         logprobs.fetch(self._transfers)
@@ -338,7 +339,10 @@ class Runner:
     def observe(self, launch: Launch) -> None:
         """Let the budget learn from a collected launch."""
         for made in launch.passes:
-            if self.budget is None or made.curve is None or made.choice is None:
+            if self.budget is None or made.choice is None:
+                continue
+            self.budget.observe_time(made.choice, 1 + made.num_accepted / len(made.requests))
+            if made.curve is None:
                 continue
             self.budget.observe_accepted(made.num_accepted, made.choice)
             counts, sums = made.curve.tolist()
