@@ -45,6 +45,32 @@ def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
     assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
 
 
+def test_the_engine_verifies_what_that_of_a_server_would(peagle, on_models, models, prompts, monkeypatch):
+    from peagle.engine.llm import LLM
+
+    made, start = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda *own, **options: made.append(options) or start(*own, **options))
+    depths = ("--num-draft-tokens", "auto,2")
+    assert peagle("tune", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    tuned = [(each["num_draft_tokens"], each["verify_tokens"]) for each in made]
+    assert tuned == [(None, None), (None, None), (2, None)], "plain, auto, a limit of 2"
+    made.clear()
+    assert peagle("bench", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    assert [(each["num_draft_tokens"], each["verify_tokens"]) for each in made][1:] == [(None, None), (2, 0)]
+
+
+def test_the_settings_name_the_drafter_of_the_recommended_method():
+    from peagle.bench.offline import shipped_eagle3_drafter
+    from peagle.cli import bench
+    from peagle.cli.tune import drafter_of
+
+    sweep = bench.Arguments()
+    assert drafter_of(sweep, {"method": "p-eagle", "vllm": None}) is None, "the target's own"
+    shipped = shipped_eagle3_drafter(None)
+    assert shipped is not None and drafter_of(sweep, {"method": "eagle3", "vllm": None}) == shipped
+    assert drafter_of(sweep, {"method": "none", "vllm": {"method": "eagle3"}}) == shipped
+
+
 def test_a_price_adds_the_cost_of_every_setting_and_of_the_recommended_one(peagle, on_models, prompts, tmp_path):
     report, words = tmp_path / "tuned.md", ("tune", "--prompts", prompts, *SMALL, *on_models)
     result = peagle(*words, "--price-per-hour", 0.36, "--training-hours", 0.5, "--report", report)

@@ -40,7 +40,7 @@ def test_the_setting_that_is_fastest_over_the_whole_load_is_chosen():
     found = recommend(cells({PLAIN: (100, 400, 800), K3: (180, 600, 900), K7: (250, 500, 600)}))
     # geometric means: plain 317.5, K=3 459.8, K=7 421.7
     assert (found["label"], found["method"], found["num_draft_tokens"]) == ("p-eagle K=3", "p-eagle", 3)
-    assert found["max_batch"] == 32 and found["vllm"] == {"num_draft_tokens": 3}
+    assert found["max_batch"] == 32 and found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}
     assert found["expected"] == {
         "concurrency": 32,
         "output_tokens_per_second": 900.0,
@@ -60,13 +60,20 @@ def test_the_setting_that_is_fastest_over_the_whole_load_is_chosen():
 def test_the_engines_own_choice_goes_before_a_number_that_is_no_faster():
     speeds = {PLAIN: (100, 400, 800), AUTO: (246, 600, 890), K7: (250, 600, 900)}
     assert recommend(cells(speeds))["label"] == "p-eagle"
-    assert recommend(cells(speeds))["vllm"] == {"num_draft_tokens": 7}, "vLLM takes a number"
+    assert recommend(cells(speeds))["vllm"]["num_draft_tokens"] == 7, "vLLM takes a number"
     assert recommend(cells(speeds | {AUTO: (230, 560, 850)}))["label"] == "p-eagle K=7"
 
 
 def test_without_a_gain_nothing_is_drafted():
     found = recommend(cells({PLAIN: (100, 400, 800), AUTO: (101, 405, 805), K3: (90, 300, 400)}))
-    assert (found["label"], found["num_draft_tokens"], found["vllm"]) == ("plain", 0, {"num_draft_tokens": 0})
+    assert (found["label"], found["num_draft_tokens"]) == ("plain", 0)
+    assert found["vllm"] == {"method": "none", "num_draft_tokens": 0}
+
+
+def test_vllm_gets_a_number_for_the_same_drafter():
+    eagle3 = ("eagle3", 5)
+    found = recommend(cells({PLAIN: (100, 400, 800), AUTO: (300, 700, 1200), K3: (150, 500, 900), eagle3: (200,) * 3}))
+    assert found["label"] == "p-eagle" and found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}
 
 
 def test_drafting_stops_paying_where_the_gain_is_zero():

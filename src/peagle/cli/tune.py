@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.cells import PLAIN, CellResult
+from peagle.bench.offline import shipped_eagle3_drafter
 from peagle.bench.report import check_output, document_of, print_document
 from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
@@ -38,7 +39,8 @@ class Arguments(ServedModelArguments):
     methods: Names = bench.DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
-    """draft tokens per step to try; auto: the engine chooses"""
+    """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: it
+    also chooses the number"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
@@ -67,7 +69,8 @@ def main(argv: list[str]) -> int:
     }
     sweep = bench.checked(bench.Arguments(**options, cost=arguments.price.cost), has_prompts=recorded is not None)
     results: list[CellResult] = []
-    facts, stop = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
+    prompt_ids = None if recorded is None else recorded.prompts
+    facts, stop = bench.run_workload(sweep, results, prompt_ids, verifies_all=False)
     document = document_of(results, **facts, is_interrupted=stop is not None)
     if stop is not None:  # what was measured so far is no reason for a choice, but worth a look
         print_document(document | {"tuned": None}, arguments.json, sweep_tables(document)[0])
@@ -80,8 +83,7 @@ def main(argv: list[str]) -> int:
         )
     verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
     document = sweep.cost.added_to(document | {"tuned": tuned, "verdict": verdict, "recommended": best})
-    drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
-    settings = settings_of(tuned, sweep.target.target, drafter, sweep.target.quantize)
+    settings = settings_of(tuned, sweep.target.target, drafter_of(sweep, tuned), sweep.target.quantize)
     if arguments.output is not None:
         arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
     said = [
@@ -93,6 +95,14 @@ def main(argv: list[str]) -> int:
     if arguments.report is not None:
         write_report([document], arguments.report)
     return 0
+
+
+def drafter_of(sweep: bench.Arguments, tuned: dict[str, Any]) -> str | None:
+    """The drafter of the recommended method, of vLLM's if our engine is to decode plainly; None: the target's own."""
+    method = tuned["method"] if tuned["method"] != PLAIN else (tuned["vllm"] or {}).get("method")
+    if method != "eagle3":
+        return sweep.drafter.drafter
+    return sweep.eagle3_drafter or shipped_eagle3_drafter(sweep.target.target)
 
 
 def with_recording(arguments: Arguments) -> tuple[Arguments, Recording | None]:

@@ -33,13 +33,14 @@ def recommend(
     needed = None if request_rate is None else request_rate * tokens_per_request(cells)
     score = _scorer(curves, needed, max_tpot)
     label = chosen(curves, score)
-    fixed = {name: curve for name, curve in curves.items() if curve[0]["num_draft_tokens"] is not None}
-    for_vllm = chosen(fixed, _scorer(fixed, needed, max_tpot)) if len(fixed) > 1 else None
-    batch = batch_limit(curves[label], max_tpot)
+    method, batch = curves[label][0]["method"], batch_limit(curves[label], max_tpot)
+    same_drafter = curves if method == PLAIN else of_methods(curves, PLAIN, method)
+    fixed = {name: curve for name, curve in same_drafter.items() if curve[0]["num_draft_tokens"] is not None}
+    for_vllm = fixed[chosen(fixed, _scorer(fixed, needed, max_tpot))][0] if len(fixed) > 1 else None
     gains = gains_of(curves)
     return {
         "label": label,
-        "method": curves[label][0]["method"],
+        "method": method,
         "num_draft_tokens": curves[label][0]["num_draft_tokens"],
         "max_batch": batch,
         "request_rate": request_rate,
@@ -50,8 +51,12 @@ def recommend(
         "expected": figures(at(curves[label], batch if needed is None else place_of(curves[label], needed))),
         "by_concurrency": [_row(curves, label, concurrency) for concurrency in concurrencies(curves)],
         "stops_paying_at_concurrency": break_even_concurrency(gains),
-        "vllm": None if for_vllm is None else {"num_draft_tokens": fixed[for_vllm][0]["num_draft_tokens"] or 0},
+        "vllm": for_vllm and {"method": for_vllm["method"], "num_draft_tokens": for_vllm["num_draft_tokens"]},
     }
+
+
+def of_methods(curves: Mapping[str, Curve], *methods: str) -> dict[str, Curve]:
+    return {name: curve for name, curve in curves.items() if curve[0]["method"] in methods}
 
 
 def curves_of(cells: Sequence[Cell]) -> dict[str, Curve]:

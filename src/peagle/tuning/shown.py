@@ -36,6 +36,8 @@ def lines_of(tuned: dict[str, Any]) -> list[str]:
     """The recommendation, what to expect, and where drafting stops to pay."""
     depth, expected = tuned["num_draft_tokens"], tuned["expected"]
     drafts = "the engine chooses the drafts" if depth is None else f"--num-draft-tokens {depth}"
+    if depth:
+        drafts += ", of which the engine verifies those that pay"
     said = [f"recommended: {tuned['label']} ({drafts}), --max-batch {tuned['max_batch']}."]
     said.append(
         f"Expect {expected['output_tokens_per_second']:,.1f} tokens/s at concurrency {expected['concurrency']:g}: "
