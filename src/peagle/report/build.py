@@ -11,6 +11,7 @@ from typing import Any
 from peagle.bench.plot import check_plot_library
 from peagle.bench.report import check_output
 from peagle.bench.report import number as shown
+from peagle.cost import MeasuredCost
 from peagle.errors import ConfigError
 from peagle.report.html import html_of
 from peagle.report.load import load_sections, load_summary
@@ -58,6 +59,23 @@ def write_report(documents: Sequence[Document], path: Path) -> None:
     path.write_text(html_of(report) if path.suffix.lower() == ".html" else markdown_of(report), encoding="utf-8")
 
 
+def priced(documents: Sequence[Document], cost: MeasuredCost) -> Sequence[Document]:
+    """The documents, with the cost of what was measured if there is a price; it takes the place of an earlier one."""
+    price = cost.price(cost.instance)
+    if price is None:
+        return documents
+    found = []
+    for document in documents:
+        if "cells" in document:
+            price.check(document["provenance"]["hardware"]["accelerator"])
+        found.append(cost.added_to(dict(document)) if "cells" in document or "results" in document else document)
+    if not any(document.get("cost") for document in found):
+        raise ConfigError(
+            "no result has a speed to compute a cost from", hint="pass those of bench, bench serve or tune"
+        )
+    return found
+
+
 def report_of(documents: Sequence[Document]) -> Report:
     """One report. Its summary is that of the first document with figures; a proof of losslessness adds a sentence."""
     by_kind: dict[str, list[Document]] = {kind: [] for kind in KINDS.values()}
@@ -79,7 +97,7 @@ def report_of(documents: Sequence[Document]) -> Report:
     sections += [_proof(document) for document in by_kind["lossless"]]
     if by_kind["eval"]:
         sections.append(_evaluations(by_kind["eval"]))
-    sections += [_provenance(document) for document in documents]
+    sections += [_provenance(part) for document in documents for part in document.get("parts") or [document]]
     return Report(_title(documents[0]), " ".join(said[:3]), _distinct(sections))
 
 

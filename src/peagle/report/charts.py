@@ -139,12 +139,3 @@ def spreads(axes: "Axes", groups: Mapping[str, Mapping[str, float]], x_label: st
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     return []
-
-
-def histogram(axes: "Axes", values: Sequence[float], x_label: str) -> list[Any]:
-    axes.hist(values, bins=min(24, max(4, len(values) // 3)), color=SERIES[1])
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("requests")
-    axes.grid(True, axis="y", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    return []

@@ -146,6 +146,11 @@ def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
     most = max((cell["concurrency"] for cell in cells), default=0)
     here = [cell for cell in cells if cell["concurrency"] == most and cell["label"] in drawn(cells)]
     groups = {cell["label"]: cell[key] for cell in here if "p25" in (cell[key] or {})}
+    return spread_chart(f"{what}, spread at concurrency {most}", groups)
+
+
+def spread_chart(title: str, groups: Mapping[str, Mapping[str, float]]) -> list[Chart]:
+    """A box per group from its percentiles; none without groups."""
     if not groups:
         return []
     words = "; ".join(
@@ -153,7 +158,7 @@ def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
         for name, found in groups.items()
     )
     draw = partial(spreads, groups=groups, x_label="ms; line: percentiles 5 to 99, bar: 25 to 75")
-    return [Chart(f"{what}, spread at concurrency {most}", f"Milliseconds. {words}.", draw)]
+    return [Chart(title, f"Milliseconds. {words}.", draw)]
 
 
 def _ttft(cell: Cell, which: str) -> float | None:
