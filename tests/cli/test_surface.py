@@ -52,7 +52,7 @@ FLAGS = {
         f"--request-seconds --drain-seconds {ENGINE} {SERVED} {DRAFTER} {PARALLEL} --vllm-python "
         "--record --record-text --record-mb --swap-from"
     ),
-    "report": "--output",
+    "report": f"--output --markdown --instance {COST}",
     "tune": (
         "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
         "--num-draft-tokens --eagle3-drafter --num-requests --max-tokens --temperature --seed --output --json "
@@ -96,7 +96,7 @@ FLAGS = {
     "doctor": f"--engine --prompts --record --no-record --json --no-json {SERVED} {DRAFTER}",
     "lossless": (
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --num-seeds --num-samples "
-        f"--output --json --no-json {SERVED} {DRAFTER}"
+        f"--output --report --json --no-json {SERVED} {DRAFTER}"
     ),
 }
 
@@ -148,7 +148,6 @@ def test_usage_of(peagle, command):
     usage = text.splitlines()[0]
     few = {  # few options are written out
         "catalog": "[NAME] [--json]",
-        "report": "RESULT.json ... [--output PATH]",
         "deploy sagemaker status": "NAME [--bucket STR] [--json] [--region STR] [--profile STR]",
         "deploy sagemaker delete": "NAME [--bucket STR] [--logs] [--dry-run] [--region STR] [--profile STR]",
     }

@@ -233,6 +233,19 @@ def test_acceptance_of_several_evaluations_stands_side_by_side_by_workload_and_l
     assert f"{heads}| questions | 2.50 | 2.50 |\n\n" in text, "a result without lengths has no row"
 
 
+def test_a_sweep_shows_acceptance_by_length_of_each_setting():
+    document = sweep()
+    by_length = {"text": {"0-127": {"acceptance_length": 3.2, "num_drafts": 9}}, "prompt": {}, "answer": {}}
+    for cell in document["cells"][2:]:
+        cell["by_length"] = by_length
+    text = markdown_of(report_of([document]))
+    assert (
+        "Acceptance length by tokens of the text:\n\n| drafts of | 0-127 |\n| --- | ---: |\n| p-eagle K=4 | 3.20 |"
+        in text
+    )
+    assert "by tokens of the prompt" not in text
+
+
 def test_categories_of_a_sweep_and_of_a_load_have_a_table_and_a_chart():
     found = {"chat": 2.25, "code": 3.5}
     figures = {"num_requests": 4, "tokens_per_second_per_request": 80.0, "speedup": 2.0, "completed": 4}
@@ -395,6 +408,10 @@ def test_the_command_writes_one_report_from_several_results(tmp_path, capsys):
     assert run(["report", *map(str, files), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     assert output.read_text().count("\n## ") == 14
+    page = tmp_path / "out.html"
+    assert run(["report", str(files[2]), "--output", str(page), "--markdown"]) == 0
+    assert capsys.readouterr().out == f"{page}\n{output}\n" and output.read_text().startswith("# Losslessness")
+    assert "<html" in page.read_text()
     assert run(["report", str(files[1]), "--output", str(output), "--price-per-hour", "3.6"]) == 0
     assert "| server | 8 | $0.667 |" in output.read_text()
     capsys.readouterr()

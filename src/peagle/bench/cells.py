@@ -11,7 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from peagle.compare.divergence import Divergence, first_difference, first_divergence, measured_near_tie
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft, acceptance_by_length
 from peagle.errors import interrupt_behind
 from peagle.sampling_params import SamplingParams
 
@@ -59,6 +59,7 @@ class Answer:
     """number of the turn in its conversation"""
     asked: tuple[int, ...] | None = None
     """token ids of the prompt of a later turn: they depend on the answers before it"""
+    drafts: Sequence[VerifiedDraft] = ()
 
 
 def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
@@ -186,6 +187,7 @@ class CellResult:
             "acceptance_length": None if acceptance is None else round(acceptance.acceptance_length, 4),
             "per_position": None if acceptance is None else [round(share, 4) for share in acceptance.per_position],
             "num_drafts": None if acceptance is None else acceptance.num_drafts,
+            "by_length": acceptance_by_length(draft for answer in self.answers for draft in answer.drafts),
             "num_verified_draft_tokens": None if acceptance is None else self.num_verified,
             "step": None if self.step is None else self.step.report(),
             "memory_bytes": self.memory_bytes,

@@ -199,6 +199,7 @@ def answer_of(prompt: int, output: "RequestOutput", *, turn: int = 0, is_drafted
         metrics.acceptance if is_drafted else None,
         turn,
         tuple(output.prompt_token_ids) if turn else None,
+        output.verified_drafts,
     )
 
 

@@ -61,7 +61,7 @@ def commands_of(
             *cost,
             "--json",
         ],
-        "report": ["report", *results, "--output", str(stage_path(settings, "report"))],
+        "report": ["report", *results, "--markdown", "--output", str(stage_path(settings, "report"))],
     }
 
 

@@ -23,6 +23,8 @@ class Arguments:
     """files with what --json printed"""
     output: Path = Path("report.html")
     """the file to write, .html or .md"""
+    markdown: bool = False
+    """also write the Markdown beside the HTML file"""
     cost: MeasuredCost = field(default_factory=MeasuredCost)
 
 
@@ -32,7 +34,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("no results", hint="write one with `peagle bench ... --json > bench.json`")
     output = arguments.output.expanduser()
     check_report("--output", output)
-    documents = paired([read_document(path) for path in arguments.results])
-    write_report(priced(documents, arguments.cost), output)
-    print(output)
+    documents = priced(paired([read_document(path) for path in arguments.results]), arguments.cost)
+    for path in dict.fromkeys([output, output.with_suffix(".md")] if arguments.markdown else [output]):
+        write_report(documents, path)
+        print(path)
     return 0

@@ -11,7 +11,7 @@ from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, SAMPLED_BASELIN
 from peagle.compare.answers import answer_with_engine, decode_with_reference, outputs_of_engine
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
-from peagle.decoding.acceptance import Acceptance, acceptance_by_length, verified_drafts
+from peagle.decoding.acceptance import Acceptance, acceptance_by_length
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
@@ -50,11 +50,7 @@ def measure(
     drafter.check_num_draft_tokens(num_draft_tokens)
     outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, [params] * len(prompts), on_part)
     found = sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
-    drafts = [
-        draft
-        for output in outputs
-        for draft in verified_drafts(len(output.prompt_token_ids), output.metrics.accepted_by_draft)
-    ]
+    drafts = [draft for output in outputs for draft in output.verified_drafts]
     return found, sum(len(output.outputs[0].token_ids) for output in outputs), acceptance_by_length(drafts)
 
 

@@ -1,7 +1,6 @@
 """A report from the JSON documents of `peagle bench`, `bench serve`, `tune`, `lossless` and `eval`."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from peagle.report.html import html_of
 from peagle.report.load import load_sections, load_summary
 from peagle.report.markdown import markdown_of
 from peagle.report.parts import Report, Section, Table
-from peagle.report.sweep import acceptance_section, sweep_sections, sweep_summary
+from peagle.report.sweep import acceptance_section, length_tables, sweep_sections, sweep_summary
 
 SUFFIXES = (".html", ".md")
 KINDS = {"cells": "bench", "results": "bench serve", "lossless": "lossless", "per_position": "eval"}
@@ -180,21 +179,9 @@ def _evaluations(documents: Sequence[Document]) -> Section:
         for each in documents
     ]
     table = Table("Acceptance length by workload", ("workload", "answer tokens", "drafts", "acceptance length"), rows)
-    by_length = [_by_length(name, documents) for name in ("prompt", "answer", "text")]
-    tables = [table, *(each for each in by_length if each.rows)]
+    by_length = {each["workload"]: each.get("by_length") for each in documents}
+    tables = [table, *length_tables("workload", by_length)]
     return acceptance_section({each["workload"]: each["per_position"] for each in documents}, tables)
-
-
-def _by_length(name: str, documents: Sequence[Document]) -> Table:
-    """Acceptance length by tokens of the prompt, the answer so far, or both; older results do not have it."""
-    found = {each["workload"]: (each.get("by_length") or {}).get(name) or {} for each in documents}
-    ranges = sorted({span for own in found.values() for span in own}, key=lambda span: int(re.findall(r"\d+", span)[0]))
-    rows = [
-        (workload, *(f"{own[span]['acceptance_length']:.2f}" if span in own else "-" for span in ranges))
-        for workload, own in found.items()
-        if own
-    ]
-    return Table(f"Acceptance length by tokens of the {name}", ("workload", *ranges), rows)
 
 
 def _provenance(document: Document) -> Section:

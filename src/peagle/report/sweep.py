@@ -171,9 +171,25 @@ def _acceptance(cells: Sequence[Cell]) -> Section:
     by_category = category_rows(cells)
     caption = "By category, at the lowest concurrency: acceptance length, tokens/s of one request, its speedup"
     more = [] if by_category is None else [Table(caption, *by_category)]
+    by_length = {cell["label"]: cell.get("by_length") for cell in reversed(cells)}
+    more += length_tables("drafts of", dict(reversed(by_length.items())))
     best = max(cells, key=lambda cell: cell["acceptance_length"] or 0.0, default={})
     lengths = {name: own["acceptance_length"] for name, own in (best.get("by_category") or {}).items()}
     return acceptance_section(dict(reversed(drafted.items())), more, lengths)
+
+
+def length_tables(what: str, by_length: Mapping[str, Mapping[str, Any] | None]) -> list[Table]:
+    """Acceptance length by tokens of the prompt, the answer so far, and both; older results do not have it."""
+    tables = []
+    for name in ("prompt", "answer", "text"):
+        found = {label: own[name] for label, own in by_length.items() if own and own.get(name)}
+        spans = sorted({span for own in found.values() for span in own}, key=lambda span: int(span.partition("-")[0]))
+        rows = [
+            (label, *(f"{own[span]['acceptance_length']:.2f}" if span in own else "-" for span in spans))
+            for label, own in found.items()
+        ]
+        tables.append(Table(f"Acceptance length by tokens of the {name}", (what, *spans), rows))
+    return [table for table in tables if table.rows]
 
 
 def acceptance_section(
