@@ -99,7 +99,8 @@ def _cells(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     for cell in document.get("cells") or ():
         if cell["output_tokens_per_second"]:
             spread = cell["time_per_output_token_ms"] or {}
-            length, speedup = cell["acceptance_length"], cell["speedup"]
+            # Rounded weights are cheaper for another reason than drafts.
+            length, speedup = cell["acceptance_length"], None if cell.get("quantize") else cell["speedup"]
             cells.append(
                 {
                     "label": cell["label"],

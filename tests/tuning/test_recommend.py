@@ -3,6 +3,8 @@
 import pytest
 
 from peagle.tuning.recommend import at, curves_of, place_of, recommend
+from peagle.tuning.settings import settings_of
+from peagle.tuning.shown import lines_of
 
 PLACES = (1, 8, 32)
 
@@ -118,3 +120,20 @@ def test_figures_at_the_ends_are_those_measured():
     (curve,) = curves_of(cells({PLAIN: (100, 400, 800)})).values()
     assert place_of(curve, 50) == 1 and place_of(curve, 400) == 8 and place_of(curve, 1e9) == 32
     assert at(curve, 0.5)["concurrency"] == 1 and at(curve, 100)["concurrency"] == 32
+
+
+def test_rounded_weights_are_recommended_only_if_they_are_faster():
+    def rounded(form, factor):
+        speeds = {PLAIN: (100, 400, 800), AUTO: (200, 500, 900)}
+        found = cells({name: tuple(factor * each for each in own) for name, own in speeds.items()})
+        return [cell | {"quantize": form, "label": f"{cell['label']}, {form}"} for cell in found]
+
+    own = cells({PLAIN: (100, 400, 800), AUTO: (200, 500, 900), K3: (150, 450, 700)})
+    found = recommend([*own, *rounded("int8", 1.01), *rounded("fp8", 0.9)])
+    assert found["label"] == "p-eagle" and found["quantize"] is None, "a gain of 1% is none"
+    found = recommend([*own, *rounded("int8", 1.2), *rounded("fp8", 1.5)])
+    assert found["label"] == "p-eagle, fp8" and (found["quantize"], found["num_draft_tokens"]) == ("fp8", None)
+    assert found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}, "vLLM has the weights as they are"
+    assert found["by_concurrency"][0]["plain_tokens_per_second"] == 100 and found["stops_paying_at_concurrency"] is None
+    assert settings_of(found, "t", None).native.quantize == "fp8"
+    assert ", --quantize fp8." in lines_of(found)[0] and "answers are those of the rounded model" in lines_of(found)[1]

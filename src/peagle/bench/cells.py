@@ -34,13 +34,15 @@ class Cell:
     num_draft_tokens: int | None
     """verified in every step; 0 without speculation, None if the engine decides"""
     concurrency: int
+    quantize: str | None = None
+    """form that the target's weights are rounded to, where a sweep has several; None: as they are"""
 
     @property
     def label(self) -> str:
         """Name of a curve in plots and tables."""
-        if self.method == PLAIN:
-            return "plain"
-        return f"{self.method} K={self.num_draft_tokens}" if self.num_draft_tokens else self.method
+        name = "plain" if self.method == PLAIN else self.method
+        name = f"{name} K={self.num_draft_tokens}" if self.num_draft_tokens else name
+        return name if self.quantize is None else f"{name}, {self.quantize}"
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class CellResult:
             "method": self.cell.method,
             "num_draft_tokens": self.cell.num_draft_tokens,
             "concurrency": self.cell.concurrency,
+            "quantize": self.cell.quantize,
             "label": self.cell.label,
             "failure": self.failure,
             "num_requests": len(self.answers),

@@ -4,6 +4,8 @@ The load is prompt files at a list of concurrencies or a request rate, or a reco
 --record-text`. --output writes the settings to a file that `peagle serve --settings` and `peagle deploy` read.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,15 @@ from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
 from peagle.console.arguments import Names, Numbers, NumbersOrAuto, ServedModelArguments, WorkloadArguments, parse
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, PeagleError
 from peagle.report.build import write_report
 from peagle.tuning.price import MachinePrice, priced
 from peagle.tuning.recommend import recommend
 from peagle.tuning.recording import Recording, read_recording
 from peagle.tuning.settings import settings_of, text_of
 from peagle.tuning.shown import lines_of, table_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Arguments(ServedModelArguments):
     num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
     """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: it
     also chooses the number"""
+    allow_quantize: Names | None = None
+    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; the answers are then those of
+    the rounded model"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
@@ -56,6 +63,8 @@ class Arguments(ServedModelArguments):
                 raise ConfigError(f"{flag} must be above 0, got {value:g}")
         if PLAIN not in self.methods or len(self.methods) < 2:
             raise ConfigError("--methods needs none and a method that drafts: only both show whether drafting pays")
+        if self.allow_quantize is not None:
+            self.target.refuse_quantize("--allow-quantize")
         if self.output is not None:
             check_output("--output", self.output, [".toml"])
         if (self.recording is None) == (self.workload.prompts is None):
@@ -69,8 +78,7 @@ def main(argv: list[str]) -> int:
     }
     sweep = bench.checked(bench.Arguments(**options, cost=arguments.price.cost), has_prompts=recorded is not None)
     results: list[CellResult] = []
-    prompt_ids = None if recorded is None else recorded.prompts
-    facts, stop = bench.run_workload(sweep, results, prompt_ids, verifies_all=False)
+    facts, stop = measure(sweep, arguments.allow_quantize or (), results, recorded)
     document = document_of(results, **facts, is_interrupted=stop is not None)
     if stop is not None:  # what was measured so far is no reason for a choice, but worth a look
         print_document(document | {"tuned": None}, arguments.json, sweep_tables(document)[0])
@@ -95,6 +103,42 @@ def main(argv: list[str]) -> int:
     if arguments.report is not None:
         write_report([document], arguments.report)
     return 0
+
+
+def measure(
+    sweep: bench.Arguments, forms: Sequence[str], results: list[CellResult], recorded: Recording | None
+) -> tuple[dict[str, Any], BaseException | None]:
+    """Sweep with the target's weights as they are, then in each form, as a server would run it."""
+    if forms:
+        check_forms(sweep, forms)
+    prompt_ids = None if recorded is None else recorded.prompts
+    facts, stop = bench.run_workload(sweep, results, prompt_ids, verifies_all=False)
+    for form in forms if stop is None else ():
+        quantize: dict[str, Any] = {"quantize": form}
+        rounded, own = replace(sweep, target=replace(sweep.target, **quantize)), list[CellResult]()
+        try:
+            _, stop = bench.run_workload(rounded, own, prompt_ids, verifies_all=False)
+        except PeagleError as error:
+            log.warning("--quantize %s was not measured: %s", form, error.message)
+        for result in own:
+            result.cell = replace(result.cell, quantize=form)
+        results += own
+        if stop is not None:
+            break
+    return facts | {"num_planned_cells": facts["num_planned_cells"] * (1 + len(forms))}, stop
+
+
+def check_forms(sweep: bench.Arguments, forms: Sequence[str]) -> None:
+    """Refuse forms that this machine cannot compute with, before anything is measured."""
+    import torch
+
+    from peagle.targets.few_bit import check_quantize
+    from peagle.targets.load import choose_device
+
+    given = sweep.target.dtype
+    for form in forms:
+        dtype = torch.bfloat16 if given == "auto" else getattr(torch, given)
+        check_quantize(form, choose_device(sweep.target.device), dtype)
 
 
 def drafter_of(sweep: bench.Arguments, tuned: dict[str, Any]) -> str | None:

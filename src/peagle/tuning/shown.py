@@ -38,7 +38,10 @@ def lines_of(tuned: dict[str, Any]) -> list[str]:
     drafts = "the engine chooses the drafts" if depth is None else f"--num-draft-tokens {depth}"
     if depth:
         drafts += ", of which the engine verifies those that pay"
-    said = [f"recommended: {tuned['label']} ({drafts}), --max-batch {tuned['max_batch']}."]
+    form = "" if tuned["quantize"] is None else f", --quantize {tuned['quantize']}"
+    said = [f"recommended: {tuned['label']} ({drafts}), --max-batch {tuned['max_batch']}{form}."]
+    if form:
+        said.append("With rounded weights the answers are those of the rounded model, not of the target as it is.")
     said.append(
         f"Expect {expected['output_tokens_per_second']:,.1f} tokens/s at concurrency {expected['concurrency']:g}: "
         f"{number(expected['tpot_p50_ms'], 2)} ms per token (p99 {number(expected['tpot_p99_ms'], 2)}), "
