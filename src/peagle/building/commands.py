@@ -49,6 +49,7 @@ def commands_of(
             *given,
             *option_words(limit=effort.eval_prompts, max_tokens=effort.max_tokens),
             "--record",
+            "--as-baseline",
             "--json",
         ],
         "gate": ["doctor", *drafter, "--json"],

@@ -1,4 +1,4 @@
-"""Measure a drafter's acceptance by decoding prompts, and record it on its card as the baseline of the drift alarm."""
+"""Measure a drafter's acceptance by decoding prompts, and record it on its card."""
 
 import dataclasses
 import json
@@ -100,10 +100,13 @@ def baseline_key(temperature: float) -> str:
     return SAMPLED_BASELINE if temperature else BASELINE
 
 
-def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any]) -> None:
-    """Write `measured` to the directory's card as the baseline of requests like it: greedy, or with a temperature."""
+def record(
+    directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any], *, as_baseline: bool
+) -> None:
+    """Write `measured` to the directory's card: under the name of its prompts, or as the baseline of such requests."""
     if not measured["num_drafts"]:
         raise ConfigError("nothing was drafted, so there is no acceptance to record", hint="use more or longer prompts")
-    card = card_of(drafter, target)
-    card = dataclasses.replace(card, acceptance=card.acceptance | {baseline_key(measured["temperature"]): measured})
+    card, temperature = card_of(drafter, target), measured["temperature"]
+    key = baseline_key(temperature) if as_baseline else f"{measured['prompts']} at temperature {temperature:g}"
+    card = dataclasses.replace(card, acceptance=card.acceptance | {key: measured})
     write_whole(directory / CARD_NAME, card.to_json().encode())
