@@ -66,24 +66,23 @@ def _speed(rows: Sequence[Row]) -> Section:
         *chart("Speedup over plain decoding", _curves(speedups), axis, "times plain decoding"),
         *chart("Throughput against speed per user", _curves(by_user), "tokens/s per user", "output tokens/s", "values"),
     ]
-    heads = ["load", "completed", "failed", "requests/s", "output tokens/s", "tokens/s per user", "acceptance length"]
     has_goals = any(row.get("request_goodput") is not None for row in rows)
     is_pair = len(servers) > 1
+    heads = ["load", "completed", "failed", *(["speedup"] if is_pair else ["requests/s"])]
+    heads += ["output tokens/s", "tokens/s per user", "acceptance length"]
     cells = [
         (
             _name(row),
             f"{row['completed']} of {row['num_prompts']}",
             number(row["failed"]),
-            number(row["request_throughput"], 2),
+            number(row["speedup" if is_pair else "request_throughput"], 2),
             number(row["output_throughput"], 1),
             number(per_user(row["median_tpot_ms"]), 1),
             number(row.get("spec_decode_acceptance_length"), 2),
-            *([number(row["speedup"], 2)] if is_pair else []),
             *([number(row["request_goodput"], 2), percent(row.get("share_within_goals"))] if has_goals else []),
         )
         for row in rows
     ]
-    heads += ["speedup"] if is_pair else []
     heads += ["requests/s within the goals", "share within the goals"] if has_goals else []
     return Section("Throughput of the server", (), charts, [Table("Every measured load", heads, cells)])
 
@@ -91,14 +90,13 @@ def _speed(rows: Sequence[Row]) -> Section:
 def _latency(rows: Sequence[Row]) -> Section:
     key, axis = _axis(rows)
     servers = _by_server(rows)
-    is_pair = len(servers) > 1
     charts: list[Chart] = []
     for name, title in SPREADS.items():
-        of = {
-            f"{server}, {figure}" if is_pair else figure: _points(own, key, f"{figure}_{name}_ms")
-            for server, own in servers.items()
-            for figure in (("median", "p99") if is_pair else ("median", "p95", "p99"))
-        }
+        if len(servers) > 1:
+            of = {server: _points(own, key, f"median_{name}_ms") for server, own in servers.items()}
+            title = f"{title}, median"
+        else:
+            of = {figure: _points(rows, key, f"{figure}_{name}_ms") for figure in ("median", "p95", "p99")}
         charts += chart(title.capitalize(), _curves(of), axis, "ms")
     for name, title in SPREADS.items():
         charts += spread_chart(f"{title.capitalize()}, spread", _quartiles(rows, name))
