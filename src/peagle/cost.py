@@ -99,7 +99,8 @@ def _cells(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     for cell in document.get("cells") or ():
         if cell["output_tokens_per_second"]:
             spread = cell["time_per_output_token_ms"] or {}
-            length, speedup = cell["acceptance_length"], cell["speedup"]
+            # Rounded weights are cheaper for another reason than drafts.
+            length, speedup = cell["acceptance_length"], None if cell.get("quantize") else cell["speedup"]
             cells.append(
                 {
                     "label": cell["label"],
@@ -113,15 +114,17 @@ def _cells(document: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
     for row in document.get("results") or ():
         if row["output_throughput"]:
+            label = row.get("label") or "server"
+            length, speedup = row.get("spec_decode_acceptance_length"), row.get("speedup")
             cells.append(
                 {
-                    "label": "server",
-                    "method": "server",
+                    "label": label,
+                    "method": PLAIN if label == "plain" else "server",
                     "concurrency": row["max_concurrency"],
                     "tokens_per_second": row["output_throughput"],
                     "tpot_p95_ms": row.get("p95_tpot_ms"),
-                    "acceptance_length": row.get("spec_decode_acceptance_length"),
-                    "break_even_acceptance_length": None,
+                    "acceptance_length": length,
+                    "break_even_acceptance_length": round(length / speedup, 4) if length and speedup else None,
                 }
             )
     return cells
@@ -130,7 +133,7 @@ def _cells(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _by_concurrency(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Plain decoding and the cheapest cell that drafts, at each concurrency that has both."""
     rows = []
-    for concurrency in dict.fromkeys(cell["concurrency"] for cell in cells):
+    for concurrency in dict.fromkeys(cell["concurrency"] for cell in cells if cell["concurrency"] is not None):
         here = [cell for cell in cells if cell["concurrency"] == concurrency]
         plain = next((cell for cell in here if cell["method"] == PLAIN), None)
         drafted = [cell for cell in here if cell["break_even_acceptance_length"] and cell["method"] != PLAIN]

@@ -17,7 +17,7 @@ from peagle.bench.offline import (
     warm_up,
 )
 from peagle.console.arguments import WorkloadArguments
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft
 from peagle.decoding.reference import decode
 from peagle.errors import CapacityError
 from peagle.sampling_params import SamplingParams
@@ -85,7 +85,12 @@ class StandIn:
         )
         outputs, text = [SimpleNamespace(token_ids=request.tokens)], f"answer to {request.ids[0]}"
         return SimpleNamespace(
-            request_id=name, prompt_token_ids=request.ids, outputs=outputs, text=text, metrics=metrics
+            request_id=name,
+            prompt_token_ids=request.ids,
+            outputs=outputs,
+            text=text,
+            metrics=metrics,
+            verified_drafts=[VerifiedDraft(len(request.ids), 1, self.pace - 1)],
         )
 
     def stats(self):

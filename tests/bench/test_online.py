@@ -128,6 +128,7 @@ def test_spread_of_one_value_and_of_none():
         "mean_ttft_ms": 100.0,
         "median_ttft_ms": 100.0,
         "std_ttft_ms": 0.0,
+        **{f"p{percent}_ttft_ms": 100.0 for percent in (5, 25, 75)},
         "p90_ttft_ms": 100.0,
         "p95_ttft_ms": 100.0,
         "p99_ttft_ms": 100.0,

@@ -133,3 +133,36 @@ def test_interrupted_process_reports_what_was_measured(served, prompts, number):
     assert document["is_interrupted"] and row["is_interrupted"]
     assert row["completed"] > 5 and row["failed"] == 0 and row["output_throughput"] > 0
     assert row["num_unfinished"] == 100000 - row["completed"]
+
+
+def test_files_of_other_benchmarks_a_report_and_the_cost(peagle, served, prompts, tmp_path):
+    report, exports = tmp_path / "report.md", tmp_path / "exports"
+    options = ("--concurrency", "1,2", "--num-requests", 4, "--price-per-hour", 3.6, "--goodput", "ttft:60000")
+    words = ("bench", "serve", served.url, "--prompts", prompts, *options, *SMALL, "--report", report)
+    result = peagle(*words, "--export", exports, "--json")
+    assert result.status == 0, result.err
+    for row in result.json["results"]:
+        directory = exports / f"concurrency{row['max_concurrency']}"
+        assert json.loads((directory / "vllm.json").read_text()) == row
+        found = json.loads((directory / "profile_export_aiperf.json").read_text())
+        assert found["schema_version"] == "1.4" and found["request_count"] == {"unit": "requests", "avg": 4}
+        assert found["output_token_throughput"]["avg"] == pytest.approx(row["output_throughput"], abs=1e-3)
+        for ours, theirs in (
+            ("ttft", "time_to_first_token"),
+            ("tpot", "inter_token_latency"),
+            ("e2el", "request_latency"),
+        ):
+            metric = found[theirs]
+            assert metric["unit"] == "ms" and metric["count"] == 4 and metric["min"] <= metric["p1"] <= metric["max"]
+            assert metric["avg"] == pytest.approx(row[f"mean_{ours}_ms"], abs=1e-3)
+            assert metric["p99"] == pytest.approx(row[f"p99_{ours}_ms"], abs=1e-3)
+        assert found["output_sequence_length"]["sum"] == 32 == found["total_osl"]["avg"]
+        length = found["spec_decode_token_weighted_acceptance_length"]["avg"]
+        assert length == pytest.approx(row["spec_decode_acceptance_length"], abs=1e-3)
+        assert found["good_request_count"]["avg"] == 4 and "error_request_count" not in found
+    text, cost = report.read_text(), result.json["cost"]
+    assert "## Throughput of the server" in text and "at $3.60 per hour" in text
+    for cell, row in zip(cost["cells"], result.json["results"], strict=True):
+        assert cell["usd_per_million"] == pytest.approx(3.6 / 3600 / row["output_throughput"] * 1e6, rel=1e-3)
+    taken = peagle(*words[:-2], "--export", prompts)
+    assert taken.status == 2 and "is a file, not a directory" in taken.err

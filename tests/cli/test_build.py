@@ -97,6 +97,7 @@ def test_a_build_that_is_stopped_in_every_stage_ends_with_a_gated_drafter_and_a_
     assert result.out.splitlines()[-1] == f"report: {tmp_path / 'out' / 'report.html'}"
     assert "exact: the gate passes" in result.out and "does it pay? " in result.out
     assert "<html" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# ")
     again = build()
     assert again.status == 0 and "[2/8]" not in again.err, "nothing is left to do"
 

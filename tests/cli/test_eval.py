@@ -84,3 +84,25 @@ def test_the_shipped_prompts_are_recorded_as_the_baseline_of_the_drift_alarm(pea
     acceptance = read_card(drafter).acceptance
     assert acceptance[BASELINE] == entry and acceptance[SAMPLED_BASELINE]["temperature"] == 1
     assert peagle("doctor", drafter, "--target", models / "target", "--json").json["gate"]["passed"]
+
+
+def test_sets_of_prompts_stand_beside_the_baseline_on_the_card(peagle, models, prompts, tmp_path):
+    drafter = shutil.copytree(models / "drafter", tmp_path / "drafter")
+    on = ("--target", models / "target", "--drafter", drafter, "--dtype", "float32", "--max-tokens", 8, "--json")
+    before = read_card(drafter).acceptance
+    chat, code = (prompts.rename(tmp_path / "mt_bench.jsonl"), tmp_path / "code.jsonl")
+    code.write_text(chat.read_text())
+    named = [peagle("eval", *on, "--record", "--prompts", file).json for file in (chat, code)]
+    sampled = peagle("eval", *on, "--record", "--prompts", code, "--temperature", 0.5)
+    assert sampled.status == 0, sampled.err
+    acceptance = read_card(drafter).acceptance
+    added = acceptance.keys() - before.keys()
+    assert added == {"mt_bench at temperature 0", "code at temperature 0", "code at temperature 0.5"}
+    assert acceptance["code at temperature 0"].items() <= named[1].items()
+    assert peagle("eval", *on, "--record", "--limit", 3).status == 0
+    card = read_card(drafter)
+    assert set(card.acceptance) == {*added, *before, BASELINE}
+    assert baseline_of(card.acceptance, 4).source == "decoding mixed_prompts at temperature 0", "not of the sets"
+    assert peagle("eval", *on, "--record", "--as-baseline", "--prompts", code).status == 0
+    assert baseline_of(read_card(drafter).acceptance, 4).source == "decoding code at temperature 0"
+    assert "--as-baseline needs --record" in peagle("eval", *on, "--as-baseline").err

@@ -16,7 +16,8 @@ def quick(on_models):
 
 
 def test_the_report_says_lossless_in_float32_with_every_number_and_its_provenance(peagle, quick, tmp_path):
-    result = peagle(*quick, "--json", "--output", tmp_path / "report.md")
+    result = peagle(*quick, "--json", "--output", tmp_path / "report.md", "--report", tmp_path / "page.md")
+    assert "Decoding with drafts is lossless" in (tmp_path / "page.md").read_text()
     document, kept = result.json, (tmp_path / "report.md").read_text()
     assert result.status == 0 and document["lossless"] is True, kept
     assert [each["num_identical"] for each in document["comparisons"]] == [4, 4, 4, 4]

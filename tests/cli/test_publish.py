@@ -45,7 +45,8 @@ def drafter(models, tmp_path_factory):
     lengths = {"text": {"0-127": {"acceptance_length": 2.25, "num_drafts": 8}}}
     entry = {"kind": "decoded", "prompts": "mt_bench", "num_prompts": 80, "temperature": 0.0, "num_draft_tokens": 4}
     entry |= {"acceptance_length": 2.5, "per_position": [0.8, 0.4, 0.2, 0.1], "num_drafts": 900, "by_length": lengths}
-    card["acceptance"] = {"baseline": entry}
+    code = entry | {"prompts": "HumanEval", "acceptance_length": 3.25}
+    card["acceptance"] = {"baseline": entry, "HumanEval at temperature 0": code}
     card["data"] = {"made_by": "regenerate", "num_conversations": 1200, "num_answer_tokens": 34567}
     earlier = {"num_steps": 20, "loss": "kl"}
     card["training"] = {"num_steps": 10, "loss": "ce", "from_drafter": {"training": earlier}}
@@ -84,6 +85,7 @@ def test_the_output_has_weights_config_and_a_model_card(published, drafter, mode
         """'{"method":"eagle3","model":"tiny-drafter","num_speculative_tokens":4,"parallel_drafting":true}'""",
         "peagle deploy sagemaker my-endpoint --target acme/tiny --drafter tiny-drafter \\",
         "| mt_bench, temperature 0 | 80 | 900 | 4 | 2.50 |",
+        "| HumanEval, temperature 0 | 80 | 900 | 4 | 3.25 |",
         "| mt_bench, temperature 0 | 0.800 | 0.400 | 0.200 | 0.100 |",
         "Acceptance length by tokens of the text:\n\n| set | 0-127 |\n| --- | ---: |\n| mt_bench, temperature 0 | 2.25",
         "| 1 | 20 | - | - | kl | - | - | - |\n| 2 | 10 | - | - | ce | - | - | - |",

@@ -31,7 +31,7 @@ COST = "--price-per-hour --max-tpot --training-hours"
 FLAGS = {
     "generate": (f"--compare --no-compare --raw --no-raw --system --json --no-json {SAMPLING} {SERVED} {DRAFTER}"),
     "eval": (
-        "--prompts --limit --num-draft-tokens --max-tokens --temperature --record --no-record "
+        "--prompts --limit --num-draft-tokens --max-tokens --temperature --record --no-record --as-baseline "
         f"--json --no-json {SERVED} {DRAFTER}"
     ),
     "bench": (
@@ -43,7 +43,7 @@ FLAGS = {
     "bench serve": (
         "--prompts --limit --categories --max-turns --endpoint --model --concurrency --request-rate --num-requests "
         "--max-tokens --ignore-eos --temperature --seed --extra-body --goodput "
-        "--ready-seconds --json --detailed --plot --report "
+        "--ready-seconds --json --detailed --export --plot --report "
         f"--instance {COST} {API_KEY}"
     ),
     "catalog": "--json",
@@ -52,11 +52,11 @@ FLAGS = {
         f"--request-seconds --drain-seconds {ENGINE} {SERVED} {DRAFTER} {PARALLEL} --vllm-python "
         "--record --record-text --record-mb --swap-from"
     ),
-    "report": "--output",
+    "report": f"--output --markdown --instance {COST}",
     "tune": (
         "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
-        "--num-draft-tokens --eagle3-drafter --num-requests --max-tokens --temperature --seed --output --json "
-        f"--report --price-per-hour --instance --training-hours {SERVED} {DRAFTER}"
+        "--num-draft-tokens --allow-quantize --eagle3-drafter --num-requests --max-tokens --temperature --seed "
+        f"--output --json --report --price-per-hour --instance --training-hours {SERVED} {DRAFTER}"
     ),
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (
@@ -96,7 +96,7 @@ FLAGS = {
     "doctor": f"--engine --prompts --record --no-record --json --no-json {SERVED} {DRAFTER}",
     "lossless": (
         "--prompts --limit --num-draft-tokens --max-tokens --temperature --num-seeds --num-samples "
-        f"--output --json --no-json {SERVED} {DRAFTER}"
+        f"--output --report --json --no-json {SERVED} {DRAFTER}"
     ),
 }
 
@@ -148,7 +148,6 @@ def test_usage_of(peagle, command):
     usage = text.splitlines()[0]
     few = {  # few options are written out
         "catalog": "[NAME] [--json]",
-        "report": "RESULT.json ... [--output PATH]",
         "deploy sagemaker status": "NAME [--bucket STR] [--json] [--region STR] [--profile STR]",
         "deploy sagemaker delete": "NAME [--bucket STR] [--logs] [--dry-run] [--region STR] [--profile STR]",
     }

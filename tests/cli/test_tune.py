@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from peagle.config import from_toml
 from peagle.cost import dollars
+from peagle.errors import TargetError
 from peagle.report.build import report_of
 from peagle.report.markdown import markdown_of
 from peagle.tuning.recommend import recommend
@@ -43,6 +45,61 @@ def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
     assert "Recommended: " in text and "With drafts, target decodes" in text, "`peagle report` takes it, too"
     words = with_settings(["--settings", str(settings)], "serve")
     assert ["--target", str(models / "target")] == words[2:4] and "--max-batch" in words
+
+
+def test_the_engine_verifies_what_that_of_a_server_would(peagle, on_models, models, prompts, monkeypatch):
+    from peagle.engine.llm import LLM
+
+    made, start = [], LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda *own, **options: made.append(options) or start(*own, **options))
+    depths = ("--num-draft-tokens", "auto,2")
+    assert peagle("tune", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    tuned = [(each["num_draft_tokens"], each["verify_tokens"]) for each in made]
+    assert tuned == [(None, None), (None, None), (2, None)], "plain, auto, a limit of 2"
+    made.clear()
+    assert peagle("bench", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    assert [(each["num_draft_tokens"], each["verify_tokens"]) for each in made][1:] == [(None, None), (2, 0)]
+
+
+def test_allowed_forms_of_the_weights_are_measured_after_the_weights_as_they_are(
+    peagle, on_models, models, prompts, tmp_path, monkeypatch
+):
+    from peagle.cli import bench
+
+    words = ("tune", "--prompts", prompts, *FEW, *on_models, "--allow-quantize", "int8,fp8")
+    assert "--quantize int8 needs a GPU" in peagle(*words).err
+    asked, run = [], bench.run_workload
+
+    def pretended(sweep, results, *rest, **options):
+        asked.append(sweep.target.quantize)
+        if sweep.target.quantize == "fp8":
+            raise TargetError("this target has no fp8")
+        found = run(replace(sweep, target=replace(sweep.target, quantize=None)), results, *rest, **options)
+        for result in results:
+            result.seconds /= 1 if sweep.target.quantize is None else 1000
+        return found
+
+    monkeypatch.setattr(bench, "run_workload", pretended)
+    monkeypatch.setattr("peagle.targets.few_bit.check_quantize", lambda *_: None)
+    settings = tmp_path / "tuned.toml"
+    result = peagle(*words, "--json", "--output", settings)
+    assert result.status == 0 and asked == [None, "int8", "fp8"], result.err
+    assert "--quantize fp8 was not measured: this target has no fp8" in result.err
+    labels = [cell["label"] for cell in result.json["cells"]]
+    assert labels == ["plain", "p-eagle K=2", "plain, int8", "p-eagle K=2, int8"]
+    assert result.json["tuned"]["quantize"] == "int8" and 'quantize = "int8"' in settings.read_text()
+
+
+def test_the_settings_name_the_drafter_of_the_recommended_method():
+    from peagle.bench.offline import shipped_eagle3_drafter
+    from peagle.cli import bench
+    from peagle.cli.tune import drafter_of
+
+    sweep = bench.Arguments()
+    assert drafter_of(sweep, {"method": "p-eagle", "vllm": None}) is None, "the target's own"
+    shipped = shipped_eagle3_drafter(None)
+    assert shipped is not None and drafter_of(sweep, {"method": "eagle3", "vllm": None}) == shipped
+    assert drafter_of(sweep, {"method": "none", "vllm": {"method": "eagle3"}}) == shipped
 
 
 def test_a_price_adds_the_cost_of_every_setting_and_of_the_recommended_one(peagle, on_models, prompts, tmp_path):
@@ -139,6 +196,7 @@ def test_deploy_reads_the_settings(peagle, models, tmp_path):
         (("--prompts", "p", "--request-rate", -1), "--request-rate must be above 0"),
         (("--prompts", "p", "--output", "a.json"), "must end in .toml"),
         (("--recording", "nowhere"), "holds no recording"),
+        (("--prompts", "p", "--allow-quantize", "fp8", "--quantize", "int8"), "contradicts --quantize"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_at_once(peagle, options, message):

@@ -4,14 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import pytest
 
 from harness.engine_runs import PROMPTS as MORE_PROMPTS
 from harness.engine_runs import practised_drafter
 from harness.model_families import family_target
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft
 from peagle.decoding.reference import decode
 from peagle.drafter.model import Drafter
 from peagle.engine.async_engine import AsyncEngine
@@ -86,7 +86,15 @@ def test_the_last_update_of_a_request_carries_what_its_output_says(small: Engine
     name = small.add(PROMPTS[3], replace(PARAMS, n=2, temperature=0.9), on_update=heard.append)
     late: list[Update] = []
     small.add(PROMPTS[4], PARAMS, on_update=late.append)
-    metrics = run(small)[name].metrics
+    output = run(small)[name]
+    metrics = output.metrics
+    places: list[VerifiedDraft] = []
+    for index in (0, 1):
+        own = [update for update in heard if update.index == index]
+        before = accumulate((len(update.token_ids) for update in own), initial=0)
+        pairs = [(place, update) for place, update in zip(before, own, strict=False) if update.num_drafts]
+        places += [VerifiedDraft(len(PROMPTS[3]), place, update.num_accepted) for place, update in pairs]
+    assert output.verified_drafts == places
     assert [update.metrics for update in heard[:-1]] == [None] * (len(heard) - 1)
     assert heard[-1].metrics == metrics
     num_drafts = sum(update.num_drafts > 0 for update in heard)

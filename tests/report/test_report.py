@@ -17,9 +17,10 @@ from peagle.cost import MeasuredCost
 from peagle.decoding.acceptance import Acceptance
 from peagle.errors import ConfigError, MissingExtraError
 from peagle.provenance import provenance
-from peagle.report.build import check_report, read_document, report_of
+from peagle.report.build import check_report, priced, read_document, report_of
 from peagle.report.html import STYLE, html_of
 from peagle.report.markdown import markdown_of
+from peagle.report.pair import paired
 
 SPEEDS = {("none", 0): {1: 100.0, 8: 600.0}, ("p-eagle", 4): {1: 250.0, 8: 900.0}}
 HOSTILE = 'a"><script>alert(1)</script>|<b>'
@@ -53,24 +54,23 @@ def sweep(**facts):
     return json.loads(json.dumps(cost.added_to(document)))
 
 
-def load():
+def load(speeds=((1, 300.0), (8, 1500.0)), *, is_drafted=True):
     def row(concurrency, speed):
         spreads = {
             f"{figure}_{name}_ms": value * concurrency
             for name, value in (("ttft", 20.0), ("tpot", 2.0), ("itl", 3.0), ("e2el", 90.0))
-            for figure in ("mean", "median", "std", "p90", "p95", "p99")
+            for figure in ("mean", "median", "std", "p5", "p25", "p75", "p90", "p95", "p99")
         }
         counts = {"num_prompts": 8, "completed": 8, "failed": 0, "request_throughput": 2.0, "request_goodput": None}
         drafts = {
             "spec_decode_acceptance_length": 2.5,
             "spec_decode_per_position_acceptance_rates": [0.7, 0.5, 0.3],
-            "ttfts": [0.02, 0.03, 0.05, 0.04, 0.02],
         }
         head = {"max_concurrency": concurrency, "request_rate": "inf", "output_throughput": speed}
-        return head | counts | spreads | drafts
+        return head | counts | spreads | (drafts if is_drafted else {})
 
     return {
-        "results": [row(1, 300.0), row(8, 1500.0)],
+        "results": [row(*each) for each in speeds],
         "base_url": "http://127.0.0.1:8080",
         "model_id": "tiny",
         "workload": "questions",
@@ -233,6 +233,19 @@ def test_acceptance_of_several_evaluations_stands_side_by_side_by_workload_and_l
     assert f"{heads}| questions | 2.50 | 2.50 |\n\n" in text, "a result without lengths has no row"
 
 
+def test_a_sweep_shows_acceptance_by_length_of_each_setting():
+    document = sweep()
+    by_length = {"text": {"0-127": {"acceptance_length": 3.2, "num_drafts": 9}}, "prompt": {}, "answer": {}}
+    for cell in document["cells"][2:]:
+        cell["by_length"] = by_length
+    text = markdown_of(report_of([document]))
+    assert (
+        "Acceptance length by tokens of the text:\n\n| drafts of | 0-127 |\n| --- | ---: |\n| p-eagle K=4 | 3.20 |"
+        in text
+    )
+    assert "by tokens of the prompt" not in text
+
+
 def test_categories_of_a_sweep_and_of_a_load_have_a_table_and_a_chart():
     found = {"chat": 2.25, "code": 3.5}
     figures = {"num_requests": 4, "tokens_per_second_per_request": 80.0, "speedup": 2.0, "completed": 4}
@@ -267,6 +280,62 @@ def test_latencies_are_shown_as_they_are_spread_at_the_highest_load():
     for cell in old["cells"]:
         for name in ("ttft_ms", "time_per_output_token_ms"):
             cell[name] = {key: value for key, value in cell[name].items() if key not in ("p5", "p25", "p75")}
+    assert spreads_of(old) == {}, "results of earlier versions"
+
+
+def test_a_server_with_drafts_and_one_without_are_compared():
+    plain = load(((1, 100.0), (8, 1000.0), (32, 2000.0)), is_drafted=False)
+    documents = paired([proof(), plain, load()])
+    assert len(documents) == 2 and paired([plain]) == [plain]
+    twice = [load(), load()]
+    assert paired(twice) == twice, "both with drafts"
+    other = load() | {"workload": "code"}
+    assert paired([plain, other]) == [plain, other], "another workload"
+    text = markdown_of(report_of(documents[1:]))
+    for words in (
+        "With drafts, tiny at http://127.0.0.1:8080 emits 3.00 times the tokens/s at concurrency 1 and 1.50 times the ",
+        "| with drafts, concurrency 8 | 8 of 8 | 0 | 1.50 | 1,500.0 | 62.5 | 2.50 |",
+        "| plain, concurrency 32 | 8 of 8 | 0 | - | 2,000.0 | 15.6 | - |",
+    ):
+        assert words in text, words
+    assert text.count("## How to reproduce: bench serve") == 2
+    charts = {each.title: each for part in report_of(documents[1:]).sections for each in part.charts}
+    assert (
+        "plain: 100 at 1, 1000 at 8, 2000 at 32; with drafts: 300 at 1, 1500 at 8." in charts["Throughput"].description
+    )
+    assert "with drafts: 3 at 1, 1.5 at 8." in charts["Speedup over plain decoding"].description
+
+
+def test_a_price_is_added_to_results_that_have_none():
+    cost = MeasuredCost(price_per_hour=3.6)
+    plain, drafted = load(((1, 100.0), (8, 1000.0)), is_drafted=False), load()
+    text = markdown_of(report_of(priced(paired([plain, drafted]), cost)))
+    assert "| 1 | $10.00 | $3.33 | with drafts | 66.7% | 0.83 | 2.50 |" in text, "3.6 / 3600 / 100 * 1e6, and / 300"
+    assert "At concurrency 8 a million output tokens cost $0.667 instead of $1.00, at $3.60 per hour on 20" in text
+    (swept,) = priced([sweep()], cost)
+    assert swept["cost"]["price"]["charged_usd_per_hour"] == 3.6, "in place of the price it was measured with"
+    assert priced([plain], MeasuredCost()) == [plain]
+    with pytest.raises(ConfigError, match="no result has a speed"):
+        priced([proof()], cost)
+    with pytest.raises(ConfigError, match="has H100 GPUs, but this was measured on NVIDIA H200"):
+        priced([sweep()], MeasuredCost(instance="ml.p5.4xlarge"))
+
+
+def test_loads_show_how_their_latencies_are_spread():
+    def spreads_of(document):
+        charts = (each for part in report_of([document]).sections for each in part.charts)
+        return {each.title: each.description for each in charts if "spread" in each.title}
+
+    found = spreads_of(load())
+    assert found.keys() == {
+        f"{what}, spread" for what in ("Time to first token", "Time per output token", "Whole answer")
+    }
+    words = "concurrency 1: p5 20, p25 20, p50 20, p75 20, p99 20; concurrency 8: p5 160"
+    assert words in found["Time to first token, spread"]
+    old = load()
+    for row in old["results"]:
+        for name in ("ttft", "tpot", "e2el"):
+            del row[f"p25_{name}_ms"]
     assert spreads_of(old) == {}, "results of earlier versions"
 
 
@@ -339,4 +408,12 @@ def test_the_command_writes_one_report_from_several_results(tmp_path, capsys):
     assert run(["report", *map(str, files), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}\n"
     assert output.read_text().count("\n## ") == 14
+    page = tmp_path / "out.html"
+    assert run(["report", str(files[2]), "--output", str(page), "--markdown"]) == 0
+    assert capsys.readouterr().out == f"{page}\n{output}\n" and output.read_text().startswith("# Losslessness")
+    assert "<html" in page.read_text()
+    assert run(["report", str(files[1]), "--output", str(output), "--price-per-hour", "3.6"]) == 0
+    assert "| server | 8 | $0.667 |" in output.read_text()
+    capsys.readouterr()
+    assert run(["report", str(files[1]), "--price-per-hour", "0"]) == 2 and "above 0" in capsys.readouterr().err
     assert run(["report"]) == 2 and "no results" in capsys.readouterr().err

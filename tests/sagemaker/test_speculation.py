@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from harness.sagemaker_runtime import IMAGE, REGION, ROLE
+from peagle.cli import serve
 from peagle.cli.serve import Arguments, load, with_conventions
 from peagle.console.arguments import parse
 from peagle.errors import ConfigError
@@ -108,7 +109,9 @@ def test_parallel_drafting_false_is_obeyed_by_vllm(peagle, tmp_path):
     assert found.unmatched_words[-2:] == ("--speculative-config", text) and found.unmatched == ()
 
 
-def test_parallel_drafting_false_is_refused_by_peagle_s_engine_for_a_p_eagle_drafter(peagle, models, tmp_path):
+def test_parallel_drafting_false_is_refused_by_peagle_s_engine_for_a_p_eagle_drafter(
+    peagle, models, tmp_path, monkeypatch
+):
     text = json.dumps({"model": str(models / "drafter"), "parallel_drafting": False})
     message = "parallel_drafting is false, but the drafter is P-EAGLE"
     words = ("chat", "--target", models / "target", "--image", f"{IMAGE}:1", "--instance", "ml.m5.xlarge")
@@ -118,6 +121,19 @@ def test_parallel_drafting_false_is_refused_by_peagle_s_engine_for_a_p_eagle_dra
     arguments = with_conventions(parse(Arguments, "serve", [str(models / "target"), "--max-batch", "1"]), found)
     with pytest.raises(ConfigError, match=message):
         load(arguments, found.speculation, None)
+    monkeypatch.setattr(serve, "load", lambda *_: pytest.fail("it is refused before anything is loaded"))
+    monkeypatch.setattr(serve, "listen", lambda *_: pytest.fail("and before the port is bound"))
+    for drafter in ([], ["--drafter", "base"]):
+        monkeypatch.setenv(VARIABLE, text if not drafter else json.dumps({"parallel_drafting": False}))
+        monkeypatch.setenv("PEAGLE_ML_ROOT", str(tmp_path))
+        result = peagle("serve", *([] if drafter else ["--target", models / "target"]), *drafter, "--port", 0)
+        assert result.status == 2 and message in result.err, result.err
+
+
+def test_parallel_drafting_false_reaches_the_command_of_deploy_vllm(peagle):
+    text = json.dumps({"parallel_drafting": False})
+    result = peagle("deploy", "vllm", "gpt-oss-20b", "--", "--speculative-config", text)
+    assert result.status == 0 and '"parallel_drafting": false' in result.out, "vLLM decides, as it does on SageMaker"
 
 
 def test_gemma_without_its_drafter_is_deployed_plainly_when_asked(peagle):

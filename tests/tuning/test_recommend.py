@@ -3,6 +3,8 @@
 import pytest
 
 from peagle.tuning.recommend import at, curves_of, place_of, recommend
+from peagle.tuning.settings import settings_of
+from peagle.tuning.shown import lines_of
 
 PLACES = (1, 8, 32)
 
@@ -40,7 +42,7 @@ def test_the_setting_that_is_fastest_over_the_whole_load_is_chosen():
     found = recommend(cells({PLAIN: (100, 400, 800), K3: (180, 600, 900), K7: (250, 500, 600)}))
     # geometric means: plain 317.5, K=3 459.8, K=7 421.7
     assert (found["label"], found["method"], found["num_draft_tokens"]) == ("p-eagle K=3", "p-eagle", 3)
-    assert found["max_batch"] == 32 and found["vllm"] == {"num_draft_tokens": 3}
+    assert found["max_batch"] == 32 and found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}
     assert found["expected"] == {
         "concurrency": 32,
         "output_tokens_per_second": 900.0,
@@ -60,13 +62,20 @@ def test_the_setting_that_is_fastest_over_the_whole_load_is_chosen():
 def test_the_engines_own_choice_goes_before_a_number_that_is_no_faster():
     speeds = {PLAIN: (100, 400, 800), AUTO: (246, 600, 890), K7: (250, 600, 900)}
     assert recommend(cells(speeds))["label"] == "p-eagle"
-    assert recommend(cells(speeds))["vllm"] == {"num_draft_tokens": 7}, "vLLM takes a number"
+    assert recommend(cells(speeds))["vllm"]["num_draft_tokens"] == 7, "vLLM takes a number"
     assert recommend(cells(speeds | {AUTO: (230, 560, 850)}))["label"] == "p-eagle K=7"
 
 
 def test_without_a_gain_nothing_is_drafted():
     found = recommend(cells({PLAIN: (100, 400, 800), AUTO: (101, 405, 805), K3: (90, 300, 400)}))
-    assert (found["label"], found["num_draft_tokens"], found["vllm"]) == ("plain", 0, {"num_draft_tokens": 0})
+    assert (found["label"], found["num_draft_tokens"]) == ("plain", 0)
+    assert found["vllm"] == {"method": "none", "num_draft_tokens": 0}
+
+
+def test_vllm_gets_a_number_for_the_same_drafter():
+    eagle3 = ("eagle3", 5)
+    found = recommend(cells({PLAIN: (100, 400, 800), AUTO: (300, 700, 1200), K3: (150, 500, 900), eagle3: (200,) * 3}))
+    assert found["label"] == "p-eagle" and found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}
 
 
 def test_drafting_stops_paying_where_the_gain_is_zero():
@@ -111,3 +120,20 @@ def test_figures_at_the_ends_are_those_measured():
     (curve,) = curves_of(cells({PLAIN: (100, 400, 800)})).values()
     assert place_of(curve, 50) == 1 and place_of(curve, 400) == 8 and place_of(curve, 1e9) == 32
     assert at(curve, 0.5)["concurrency"] == 1 and at(curve, 100)["concurrency"] == 32
+
+
+def test_rounded_weights_are_recommended_only_if_they_are_faster():
+    def rounded(form, factor):
+        speeds = {PLAIN: (100, 400, 800), AUTO: (200, 500, 900)}
+        found = cells({name: tuple(factor * each for each in own) for name, own in speeds.items()})
+        return [cell | {"quantize": form, "label": f"{cell['label']}, {form}"} for cell in found]
+
+    own = cells({PLAIN: (100, 400, 800), AUTO: (200, 500, 900), K3: (150, 450, 700)})
+    found = recommend([*own, *rounded("int8", 1.01), *rounded("fp8", 0.9)])
+    assert found["label"] == "p-eagle" and found["quantize"] is None, "a gain of 1% is none"
+    found = recommend([*own, *rounded("int8", 1.2), *rounded("fp8", 1.5)])
+    assert found["label"] == "p-eagle, fp8" and (found["quantize"], found["num_draft_tokens"]) == ("fp8", None)
+    assert found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}, "vLLM has the weights as they are"
+    assert found["by_concurrency"][0]["plain_tokens_per_second"] == 100 and found["stops_paying_at_concurrency"] is None
+    assert settings_of(found, "t", None).native.quantize == "fp8"
+    assert ", --quantize fp8." in lines_of(found)[0] and "answers are those of the rounded model" in lines_of(found)[1]

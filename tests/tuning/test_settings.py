@@ -8,6 +8,7 @@ from peagle.provenance import provenance
 from peagle.tuning.settings import Native, Settings, Vllm, settings_of, text_of, with_settings
 
 TUNED = {"method": "p-eagle", "num_draft_tokens": None, "max_batch": 32, "vllm": {"num_draft_tokens": 5}}
+TUNED |= {"quantize": None}
 TUNED |= {"expected": {"output_tokens_per_second": 512.5, "acceptance_length": None}}
 
 

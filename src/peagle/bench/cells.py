@@ -11,7 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from peagle.compare.divergence import Divergence, first_difference, first_divergence, measured_near_tie
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft, acceptance_by_length
 from peagle.errors import interrupt_behind
 from peagle.sampling_params import SamplingParams
 
@@ -34,13 +34,15 @@ class Cell:
     num_draft_tokens: int | None
     """verified in every step; 0 without speculation, None if the engine decides"""
     concurrency: int
+    quantize: str | None = None
+    """form that the target's weights are rounded to, where a sweep has several; None: as they are"""
 
     @property
     def label(self) -> str:
         """Name of a curve in plots and tables."""
-        if self.method == PLAIN:
-            return "plain"
-        return f"{self.method} K={self.num_draft_tokens}" if self.num_draft_tokens else self.method
+        name = "plain" if self.method == PLAIN else self.method
+        name = f"{name} K={self.num_draft_tokens}" if self.num_draft_tokens else name
+        return name if self.quantize is None else f"{name}, {self.quantize}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Answer:
     """number of the turn in its conversation"""
     asked: tuple[int, ...] | None = None
     """token ids of the prompt of a later turn: they depend on the answers before it"""
+    drafts: Sequence[VerifiedDraft] = ()
 
 
 def spread_ms(seconds: Iterable[float | None]) -> dict[str, float] | None:
@@ -174,6 +177,7 @@ class CellResult:
             "method": self.cell.method,
             "num_draft_tokens": self.cell.num_draft_tokens,
             "concurrency": self.cell.concurrency,
+            "quantize": self.cell.quantize,
             "label": self.cell.label,
             "failure": self.failure,
             "num_requests": len(self.answers),
@@ -186,6 +190,7 @@ class CellResult:
             "acceptance_length": None if acceptance is None else round(acceptance.acceptance_length, 4),
             "per_position": None if acceptance is None else [round(share, 4) for share in acceptance.per_position],
             "num_drafts": None if acceptance is None else acceptance.num_drafts,
+            "by_length": acceptance_by_length(draft for answer in self.answers for draft in answer.drafts),
             "num_verified_draft_tokens": None if acceptance is None else self.num_verified,
             "step": None if self.step is None else self.step.report(),
             "memory_bytes": self.memory_bytes,

@@ -200,6 +200,7 @@ def answer_of(prompt: int, output: "RequestOutput", *, turn: int = 0, is_drafted
         metrics.acceptance if is_drafted else None,
         turn,
         tuple(output.prompt_token_ids) if turn else None,
+        output.verified_drafts,
     )
 
 
@@ -294,13 +295,15 @@ def llm_factory(
     concurrency: Sequence[int],
     max_tokens: int,
     longest: int | None = None,
+    verifies_all: bool = True,
     **options: Any,
 ) -> MakeLLM:
     """Engines over one loaded target and its drafters, by method.
 
     They are just large enough for the workload, so that the reported memory is what it needs. Prefix caching is off:
-    prompts repeat, and prefill must be measured. A number of draft tokens is verified in full in every step. `longest`
-    is the length of the longest sequence, if not that of the longest prompt with its answer.
+    prompts repeat, and prefill must be measured. `verifies_all`: a number of draft tokens is verified in full in every
+    step; else it is a limit, as in a server, and the engine verifies those that pay. `longest` is the length of the
+    longest sequence, if not that of the longest prompt with its answer.
     """
     max_length = min(longest or max(map(len, prompts)) + max_tokens, target.max_length)
 
@@ -317,7 +320,7 @@ def llm_factory(
             max_batch=max(concurrency),
             max_length=max_length,
             reuse_prefixes=False,
-            verify_tokens=None if num_draft_tokens is None else 0,
+            verify_tokens=0 if verifies_all and num_draft_tokens is not None else None,
             **options,
         )
 

@@ -24,7 +24,7 @@ from peagle.bench.scrape import Scrape, Speculation, prefix_cache_hit_rate
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError, ServerError, Terminated, nearest
 
-PERCENTILES = (90, 95, 99)
+PERCENTILES = (5, 25, 75, 90, 95, 99)
 NUM_WARMUPS = 2
 GOALS = ("ttft", "tpot", "e2el")
 BUSY_CLIENT = 0.8

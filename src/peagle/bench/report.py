@@ -23,12 +23,12 @@ TABLE_WIDTH = 200
 def document_of(results: Sequence[CellResult], *, categories: Sequence[str] = (), **facts: Any) -> dict[str, Any]:
     """The JSON document of a run: `facts`, then the cells with their speedup over plain decoding.
 
-    Speedup is against plain decoding at the same concurrency; None if that was not run. `speedup_plain_requests` is the
-    number of requests plain decoding ran there: an anchor may have run fewer. `categories` has the category of every
-    prompt; a category's speedup compares the speed of its single requests.
+    Speedup is against plain decoding at the same concurrency, with the weights as they are; None if that was not run.
+    `speedup_plain_requests` is the number of requests plain decoding ran there: an anchor may have run fewer.
+    `categories` has the category of every prompt; a category's speedup compares the speed of its single requests.
     """
     cells = [result.report() | {"by_category": result.by_category(categories)} for result in results]
-    plain = {cell["concurrency"]: cell for cell in cells if cell["method"] == PLAIN}
+    plain = {cell["concurrency"]: cell for cell in cells if cell["method"] == PLAIN and cell["quantize"] is None}
     for cell in cells:
         base = plain.get(cell["concurrency"], {})
         ours, theirs = cell["output_tokens_per_second"], base.get("output_tokens_per_second")

@@ -47,7 +47,8 @@ def acceptance_verdict(per_position: Sequence[float], num_drafts: int) -> str:
 def best_by_concurrency(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The fastest cell that drafts at each concurrency where plain decoding was measured too."""
     keys = ("concurrency", "method", "num_draft_tokens", "label", "speedup")
-    drafted = [cell for cell in cells if cell["speedup"] is not None and cell["per_position"] is not None]
+    own = [cell for cell in cells if cell.get("quantize") is None]  # rounded weights are faster for another reason
+    drafted = [cell for cell in own if cell["speedup"] is not None and cell["per_position"] is not None]
     best = {}
     for cell in sorted((cell for cell in drafted if cell["method"] != PLAIN), key=lambda cell: cell["speedup"]):
         best[cell["concurrency"]] = {key: cell[key] for key in keys}

@@ -49,6 +49,7 @@ def commands_of(
             *given,
             *option_words(limit=effort.eval_prompts, max_tokens=effort.max_tokens),
             "--record",
+            "--as-baseline",
             "--json",
         ],
         "gate": ["doctor", *drafter, "--json"],
@@ -61,7 +62,7 @@ def commands_of(
             *cost,
             "--json",
         ],
-        "report": ["report", *results, "--output", str(stage_path(settings, "report"))],
+        "report": ["report", *results, "--markdown", "--output", str(stage_path(settings, "report"))],
     }
 
 

@@ -116,11 +116,14 @@ class DrafterCard:
 def trusted_acceptance(acceptance: Mapping[str, Any], is_sampled: bool = False) -> dict[str, Mapping[str, Any]]:
     """The entries of a card's `acceptance` to rely on: those measured by decoding, else all with per-position rates.
 
-    Of these, the entries of greedy requests, or of sampled ones; an entry without a temperature is of both.
+    Of these the baselines, if there are any, and of these the entries of greedy requests, or of sampled ones; an entry
+    without a temperature is of both.
     """
     entries = {name: entry for name, entry in acceptance.items() if isinstance(entry, Mapping)}
     entries = {name: entry for name, entry in entries.items() if entry.get("per_position")}
     entries = {name: entry for name, entry in entries.items() if _is_decoded(name, entry)} or entries
+    baselines = {name: entry for name, entry in entries.items() if name in (BASELINE, SAMPLED_BASELINE)}
+    entries = baselines or entries
     return {name: entry for name, entry in entries.items() if bool(entry.get("temperature", is_sampled)) == is_sampled}
 
 

@@ -178,11 +178,15 @@ def _check_dummy(arguments: Arguments) -> None:
 
 
 def run_workload(
-    arguments: Arguments, results: list[CellResult], recorded: Sequence[list[int]] | None = None
+    arguments: Arguments,
+    results: list[CellResult],
+    recorded: Sequence[list[int]] | None = None,
+    *,
+    verifies_all: bool = True,
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Sweep the prompt files and append to `results`; return facts of the run and what ended it early.
 
-    `recorded` has token ids of prompts to use instead of files.
+    `recorded` has token ids of prompts to use instead of files. `verifies_all`: see `llm_factory`.
     """
     params, prompts = arguments.workload.params, arguments.workload.read()
     prompts = prompts or [
@@ -198,7 +202,16 @@ def run_workload(
     depths = {method: depths_of(drafter, arguments.num_draft_tokens) for method, drafter in drafters.items()}
     cells = cells_of(arguments.methods, depths, arguments.concurrency)
     stop = measure(
-        arguments, cells, target, drafters, conversations.first, params, num_requests, results, conversations
+        arguments,
+        cells,
+        target,
+        drafters,
+        conversations.first,
+        params,
+        num_requests,
+        results,
+        conversations,
+        verifies_all=verifies_all,
     )
     stop = compare_cells(target, conversations.first, results, params, stop)
     names = {method: drafter_name(arguments, method, target) for method in drafters}
@@ -237,7 +250,8 @@ def run_dummy(arguments: Arguments, results: list[CellResult]) -> tuple[dict[str
     prompt_ids = random_prompts(target.vocab_size, max(arguments.concurrency))
     cells = cells_of((PLAIN, *drafters), {"p-eagle": depths}, arguments.concurrency)
     num_requests = {places: arguments.workload.num_requests or places for places in arguments.concurrency}
-    stop = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, assumed=shares)
+    options: dict[str, Any] = {"assumed_acceptance": shares}
+    stop = measure(arguments, cells, target, drafters, prompt_ids, params, num_requests, results, **options)
     read = {} if stop is not None else experts_read(target, drafters, cells, prompt_ids, shares)
     facts = facts_of(target, params, accelerator(target), "random tokens", len(prompt_ids))
     report = bandwidth_report(target, measure_bandwidth(target.device), results, read, drafters.get("p-eagle"))
@@ -283,9 +297,12 @@ def measure(
     num_requests: Mapping[int, int],
     results: list[CellResult],
     conversations: Conversations | None = None,
-    assumed: tuple[float, ...] = (),
+    **engine: Any,
 ) -> BaseException | None:
-    """Run the cells and the anchors under a progress bar; return what ended it early: Ctrl-C, SIGTERM or an error."""
+    """Run the cells and the anchors under a progress bar; return what ended it early: Ctrl-C, SIGTERM or an error.
+
+    `engine`: options of `llm_factory`.
+    """
     arguments.cost.check(accelerator(target))
     concurrency, max_tokens = arguments.concurrency, params.max_tokens
     total = num_planned(arguments, cells, target)
@@ -301,7 +318,7 @@ def measure(
 
         longest = None if conversations is None else conversations.max_length(max_tokens)
         sizes: dict[str, Any] = {"concurrency": concurrency, "max_tokens": max_tokens, "longest": longest}
-        factory = llm_factory(target, drafters, prompts, **sizes, progress=on_start, assumed_acceptance=assumed)
+        factory = llm_factory(target, drafters, prompts, **sizes, progress=on_start, **engine)
         options: dict[str, Any] = {"num_requests": num_requests, "on_cell": on_cell}
         turns: dict[str, Any] = {"conversations": conversations, "device": target.device}
         try:

@@ -17,13 +17,22 @@ from peagle.bench.online_report import document_of, plot, tables
 from peagle.bench.plot import check_plot
 from peagle.bench.report import print_document
 from peagle.config import json_object
-from peagle.console.arguments import DEFAULT_URL, KeyArguments, Numbers, WorkloadArguments, comma_list, parse
+from peagle.console.arguments import (
+    DEFAULT_URL,
+    KeyArguments,
+    Numbers,
+    WorkloadArguments,
+    check_directory,
+    comma_list,
+    parse,
+)
 from peagle.console.progress import progress_bar
 from peagle.cost import MeasuredCost, cost_lines
 from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt
 from peagle.errors import ConfigError
 from peagle.report.build import check_report, write_report
+from peagle.report.exports import write_exports
 
 DEFAULT_CONCURRENCY = (1, 8, 32)
 
@@ -66,6 +75,8 @@ class Arguments:
     """plot throughput and TPOT into this file (.png, .svg or .pdf)"""
     report: Path | None = None
     """write a report with charts into this file (.html or .md)"""
+    export: Path | None = None
+    """write each load to a directory in this one, as the files of `vllm bench serve` and of AIPerf"""
     workload: WorkloadArguments = field(default_factory=WorkloadArguments)
     key: KeyArguments = field(default_factory=KeyArguments)
     cost: MeasuredCost = field(default_factory=MeasuredCost)
@@ -102,6 +113,8 @@ def main(argv: list[str]) -> int:
     document = arguments.cost.added_to(document)
     shown = "\n".join(cost_lines(document["cost"] or {})) or None
     print_document(document, arguments.json, *tables(document), verdict=shown)
+    if arguments.export is not None:
+        write_exports(results, document, arguments.export)
     if arguments.plot is not None and any(row["output_throughput"] for row in document["results"]):
         plot(document, arguments.plot)
     if arguments.report is not None and any(row["output_throughput"] for row in document["results"]):
@@ -121,6 +134,8 @@ def check(arguments: Arguments) -> dict[str, Any]:
     arguments.cost.price(arguments.cost.instance)
     if arguments.detailed and not arguments.json:
         raise ConfigError("--detailed needs --json", hint="add --json")
+    if arguments.export is not None:
+        check_directory(arguments.export)
     if arguments.plot is not None:
         check_plot(arguments.plot)
     if arguments.report is not None:

@@ -32,8 +32,10 @@ class Arguments(ServedModelArguments):
     temperature: float = 0.0
     """0 decodes greedily; 1 samples the target's own distribution"""
     record: bool = False
-    """write the result to the drafter's card, as the baseline of the server's drift alarm: for greedy requests, or with
-    --temperature for sampled ones"""
+    """write the result to the drafter's card, under the name of the prompt file; without --prompts as the baseline of
+    the server's drift alarm: for greedy requests, or with --temperature for sampled ones"""
+    as_baseline: bool = False
+    """with --record: the baseline of the drift alarm is that of these prompts"""
     json: bool = False
     """print one JSON document instead of a table"""
 
@@ -43,12 +45,14 @@ def main(argv: list[str]) -> int:
     params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
     require_at_least(arguments, 1, "limit", "num_draft_tokens")
     arguments.target.refuse_quantize("--record", arguments.record)
+    if arguments.as_baseline and not arguments.record:
+        raise ConfigError("--as-baseline needs --record", hint="add --record")
     given = None if arguments.prompts is None else read_prompts(arguments.prompts, limit=arguments.limit)
     target = arguments.drafter.pair(arguments.target).load()
     drafter = arguments.drafter.load(target)
 
     from peagle.checkpoint.native import drafter_directory
-    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure, mixed_prompts, record_baseline
+    from peagle.compare.acceptance import MIXED_PROMPTS, entry, measure, mixed_prompts, record
     from peagle.compare.answers import render_prompt
     from peagle.decoding.acceptance import length_rows
 
@@ -69,7 +73,9 @@ def main(argv: list[str]) -> int:
     workload = MIXED_PROMPTS if arguments.prompts is None else workload_name(arguments.prompts)
     measured = entry(drafter, found, workload, len(token_ids), params) | {"by_length": by_length}
     if arguments.record:
-        record_baseline(drafter_directory(arguments.drafter.drafter, target), target, drafter, measured)
+        as_baseline = arguments.as_baseline or arguments.prompts is None
+        directory = drafter_directory(arguments.drafter.drafter, target)
+        record(directory, target, drafter, measured, as_baseline=as_baseline)
     document = measured | {
         "workload": workload,
         "num_tokens": num_tokens,

@@ -21,6 +21,7 @@ from peagle.data.config import require_at_least
 from peagle.data.prompts import Prompt, read_prompts
 from peagle.errors import ConfigError
 from peagle.provenance import provenance
+from peagle.report.build import check_report, write_report
 
 if TYPE_CHECKING:
     from peagle.drafter.model import Drafter
@@ -36,7 +37,9 @@ class Arguments(ServedModelArguments):
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[TARGET]")] = None
     """the target; the same as --target"""
     output: Path | None = None
-    """write the report to this file, .md or .json"""
+    """write the comparison to this file, .md or .json"""
+    report: Path | None = None
+    """write a report into this file (.html or .md), as `peagle report` does"""
     prompts: Path | None = None
     """prompt file; default: four prompts that ship with peagle"""
     limit: int = 16
@@ -64,6 +67,8 @@ def main(argv: list[str]) -> int:
     output = arguments.output and arguments.output.expanduser()
     if output is not None:
         check_output("--output", output, SUFFIXES)
+    if arguments.report is not None:
+        check_report("--report", arguments.report)
     require_at_least(arguments, 1, "limit")
     settings = Settings(
         1 if arguments.num_draft_tokens is None else arguments.num_draft_tokens,
@@ -86,6 +91,8 @@ def main(argv: list[str]) -> int:
     if output is not None:
         is_json = output.suffix.lower() == ".json"
         output.write_text(json.dumps(document, indent=2) + "\n" if is_json else markdown, encoding="utf-8")
+    if arguments.report is not None:
+        write_report([document], arguments.report)
     print(json.dumps(document) if arguments.json else markdown, end="\n" if arguments.json else "")
     return 0 if findings.is_lossless else NOT_LOSSLESS
 

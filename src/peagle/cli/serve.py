@@ -150,10 +150,13 @@ def serve_native(arguments: Arguments, keys: "ApiKeys", asked: Speculation) -> i
     from peagle.server.app import create_app
     from peagle.server.lifecycle import Lifecycle, serve
     from peagle.server.service import Service
+    from peagle.vllm.models import known_drafter
 
     settings, drafter = arguments.settings, arguments.drafter.drafter
     find = arguments.drafter.target_for if arguments.num_draft_tokens == 0 else arguments.drafter.pair
     arguments = replace(arguments, target=find(arguments.target))
+    if arguments.num_draft_tokens != 0 and asked.parallel is not None:
+        asked.check_kind(known_drafter(drafter, arguments.target.target, arguments.engine.max_length), SPECULATION)
     extra_routes = [*SAGEMAKER_ROUTES, RESPONSES_ROUTE]
     if arguments.swap_from is not None:
         extra_routes.append(swap_route(arguments.swap_from))

@@ -4,23 +4,28 @@ The load is prompt files at a list of concurrencies or a request rate, or a reco
 --record-text`. --output writes the settings to a file that `peagle serve --settings` and `peagle deploy` read.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from peagle.bench.cells import PLAIN, CellResult
+from peagle.bench.offline import shipped_eagle3_drafter
 from peagle.bench.report import check_output, document_of, print_document
 from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
 from peagle.console.arguments import Names, Numbers, NumbersOrAuto, ServedModelArguments, WorkloadArguments, parse
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, PeagleError
 from peagle.report.build import write_report
 from peagle.tuning.price import MachinePrice, priced
 from peagle.tuning.recommend import recommend
 from peagle.tuning.recording import Recording, read_recording
 from peagle.tuning.settings import settings_of, text_of
 from peagle.tuning.shown import lines_of, table_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,11 @@ class Arguments(ServedModelArguments):
     methods: Names = bench.DEFAULT_METHODS
     """of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
-    """draft tokens per step to try; auto: the engine chooses"""
+    """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: it
+    also chooses the number"""
+    allow_quantize: Names | None = None
+    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; the answers are then those of
+    the rounded model"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
@@ -54,6 +63,8 @@ class Arguments(ServedModelArguments):
                 raise ConfigError(f"{flag} must be above 0, got {value:g}")
         if PLAIN not in self.methods or len(self.methods) < 2:
             raise ConfigError("--methods needs none and a method that drafts: only both show whether drafting pays")
+        if self.allow_quantize is not None:
+            self.target.refuse_quantize("--allow-quantize")
         if self.output is not None:
             check_output("--output", self.output, [".toml"])
         if (self.recording is None) == (self.workload.prompts is None):
@@ -67,7 +78,7 @@ def main(argv: list[str]) -> int:
     }
     sweep = bench.checked(bench.Arguments(**options, cost=arguments.price.cost), has_prompts=recorded is not None)
     results: list[CellResult] = []
-    facts, stop = bench.run_workload(sweep, results, None if recorded is None else recorded.prompts)
+    facts, stop = measure(sweep, arguments.allow_quantize or (), results, recorded)
     document = document_of(results, **facts, is_interrupted=stop is not None)
     if stop is not None:  # what was measured so far is no reason for a choice, but worth a look
         print_document(document | {"tuned": None}, arguments.json, sweep_tables(document)[0])
@@ -80,8 +91,7 @@ def main(argv: list[str]) -> int:
         )
     verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
     document = sweep.cost.added_to(document | {"tuned": tuned, "verdict": verdict, "recommended": best})
-    drafter = sweep.eagle3_drafter if tuned["method"] == "eagle3" else sweep.drafter.drafter
-    settings = settings_of(tuned, sweep.target.target, drafter, sweep.target.quantize)
+    settings = settings_of(tuned, sweep.target.target, drafter_of(sweep, tuned), sweep.target.quantize)
     if arguments.output is not None:
         arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
     said = [
@@ -93,6 +103,50 @@ def main(argv: list[str]) -> int:
     if arguments.report is not None:
         write_report([document], arguments.report)
     return 0
+
+
+def measure(
+    sweep: bench.Arguments, forms: Sequence[str], results: list[CellResult], recorded: Recording | None
+) -> tuple[dict[str, Any], BaseException | None]:
+    """Sweep with the target's weights as they are, then in each form, as a server would run it."""
+    if forms:
+        check_forms(sweep, forms)
+    prompt_ids = None if recorded is None else recorded.prompts
+    facts, stop = bench.run_workload(sweep, results, prompt_ids, verifies_all=False)
+    for form in forms if stop is None else ():
+        quantize: dict[str, Any] = {"quantize": form}
+        rounded, own = replace(sweep, target=replace(sweep.target, **quantize)), list[CellResult]()
+        try:
+            _, stop = bench.run_workload(rounded, own, prompt_ids, verifies_all=False)
+        except PeagleError as error:
+            log.warning("--quantize %s was not measured: %s", form, error.message)
+        for result in own:
+            result.cell = replace(result.cell, quantize=form)
+        results += own
+        if stop is not None:
+            break
+    return facts | {"num_planned_cells": facts["num_planned_cells"] * (1 + len(forms))}, stop
+
+
+def check_forms(sweep: bench.Arguments, forms: Sequence[str]) -> None:
+    """Refuse forms that this machine cannot compute with, before anything is measured."""
+    import torch
+
+    from peagle.targets.few_bit import check_quantize
+    from peagle.targets.load import choose_device
+
+    given = sweep.target.dtype
+    for form in forms:
+        dtype = torch.bfloat16 if given == "auto" else getattr(torch, given)
+        check_quantize(form, choose_device(sweep.target.device), dtype)
+
+
+def drafter_of(sweep: bench.Arguments, tuned: dict[str, Any]) -> str | None:
+    """The drafter of the recommended method, of vLLM's if our engine is to decode plainly; None: the target's own."""
+    method = tuned["method"] if tuned["method"] != PLAIN else (tuned["vllm"] or {}).get("method")
+    if method != "eagle3":
+        return sweep.drafter.drafter
+    return sweep.eagle3_drafter or shipped_eagle3_drafter(sweep.target.target)
 
 
 def with_recording(arguments: Arguments) -> tuple[Arguments, Recording | None]:

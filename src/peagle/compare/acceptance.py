@@ -1,4 +1,4 @@
-"""Measure a drafter's acceptance by decoding prompts, and record it on its card as the baseline of the drift alarm."""
+"""Measure a drafter's acceptance by decoding prompts, and record it on its card."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from peagle.checkpoint.card import BASELINE, CARD_NAME, DECODED, SAMPLED_BASELIN
 from peagle.compare.answers import answer_with_engine, decode_with_reference, outputs_of_engine
 from peagle.compare.evidence import render_texts
 from peagle.data.shards import write_whole
-from peagle.decoding.acceptance import Acceptance, acceptance_by_length, verified_drafts
+from peagle.decoding.acceptance import Acceptance, acceptance_by_length
 from peagle.errors import ConfigError
 from peagle.sampling_params import SamplingParams
 
@@ -50,11 +50,7 @@ def measure(
     drafter.check_num_draft_tokens(num_draft_tokens)
     outputs = outputs_of_engine(target, drafter, num_draft_tokens, prompts, [params] * len(prompts), on_part)
     found = sum((output.metrics.acceptance for output in outputs), Acceptance(0, (0,) * num_draft_tokens))
-    drafts = [
-        draft
-        for output in outputs
-        for draft in verified_drafts(len(output.prompt_token_ids), output.metrics.accepted_by_draft)
-    ]
+    drafts = [draft for output in outputs for draft in output.verified_drafts]
     return found, sum(len(output.outputs[0].token_ids) for output in outputs), acceptance_by_length(drafts)
 
 
@@ -104,10 +100,13 @@ def baseline_key(temperature: float) -> str:
     return SAMPLED_BASELINE if temperature else BASELINE
 
 
-def record_baseline(directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any]) -> None:
-    """Write `measured` to the directory's card as the baseline of requests like it: greedy, or with a temperature."""
+def record(
+    directory: Path, target: "HFTarget", drafter: "Drafter", measured: dict[str, Any], *, as_baseline: bool
+) -> None:
+    """Write `measured` to the directory's card: under the name of its prompts, or as the baseline of such requests."""
     if not measured["num_drafts"]:
         raise ConfigError("nothing was drafted, so there is no acceptance to record", hint="use more or longer prompts")
-    card = card_of(drafter, target)
-    card = dataclasses.replace(card, acceptance=card.acceptance | {baseline_key(measured["temperature"]): measured})
+    card, temperature = card_of(drafter, target), measured["temperature"]
+    key = baseline_key(temperature) if as_baseline else f"{measured['prompts']} at temperature {temperature:g}"
+    card = dataclasses.replace(card, acceptance=card.acceptance | {key: measured})
     write_whole(directory / CARD_NAME, card.to_json().encode())

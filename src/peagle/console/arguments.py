@@ -283,10 +283,10 @@ class WorkloadArguments:
 SELF_EVIDENT = ("None", "", "False")
 """Defaults that --help does not show: the help text says what happens without the option."""
 RARE = {
-    "alarms", "allow_mismatch", "anchors", "assume_acceptance", "categories", "checkpoint_activations", "cors_origins",
-    "detailed", "draft_vocab", "drafter_layers", "drain_seconds", "dummy", "eager", "eagle3_drafter", "extra_body",
-    "goodput", "ignore_eos", "init", "keep_best", "keep_cut", "labels", "logprobs", "max_tpot", "memory_share",
-    "metrics", "min_p", "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds",
+    "alarms", "allow_mismatch", "anchors", "as_baseline", "assume_acceptance", "categories", "checkpoint_activations",
+    "cors_origins", "detailed", "draft_vocab", "drafter_layers", "drain_seconds", "dummy", "eager", "eagle3_drafter",
+    "extra_body", "goodput", "ignore_eos", "init", "keep_best", "keep_cut", "labels", "logprobs", "max_tpot",
+    "memory_share", "metrics", "min_p", "network_isolation", "pair_head", "parallel", "prefill_tokens", "ready_seconds",
     "repetition_penalty", "request_seconds", "retention", "reuse_prefixes", "save_every", "security_groups", "subnets",
     "tags", "tolerance", "training_hours", "vllm_python",
 }  # fmt: skip
@@ -370,7 +370,7 @@ def with_positional(options: D, name: str, value: str | None) -> D:
 def check_directory(output: Path) -> None:
     """Refuse a file where a command writes a directory, before anything is loaded."""
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file, not a directory", hint="pass a new --output")
+        raise ConfigError(f"{output} is a file, not a directory", hint="pass a new one")
 
 
 def accelerator(target: "HFTarget") -> str | None:

@@ -72,20 +72,6 @@ class VerifiedDraft(NamedTuple):
     num_accepted: int
 
 
-def verified_drafts(prompt_length: int, accepted_by_draft: Iterable[int]) -> list[VerifiedDraft]:
-    """The drafts of an answer, whose first token prefill emitted, in every later step of which a draft was verified.
-
-    >>> verified_drafts(20, [3, 0])
-    [VerifiedDraft(prompt_length=20, position=1, num_accepted=3), VerifiedDraft(prompt_length=20, position=5, \
-num_accepted=0)]
-    """
-    drafts, position = [], 1
-    for num_accepted in accepted_by_draft:
-        drafts.append(VerifiedDraft(prompt_length, position, num_accepted))
-        position += num_accepted + 1
-    return drafts
-
-
 def acceptance_by_length(drafts: Iterable[VerifiedDraft]) -> dict[str, dict[str, dict[str, Any]]]:
     """The acceptance length by tokens of the prompt, of the answer so far, and of both (text), in ranges.
 

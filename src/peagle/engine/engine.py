@@ -351,6 +351,7 @@ class Engine:
 
     def _count_draft(self, completion: PendingCompletion, num_accepted: int, num_draft_tokens: int) -> None:
         completion.accepted.append(num_accepted)
+        completion.positions.append(len(completion.request.token_ids) - completion.request.prompt_length)
         completion.num_draft_tokens += num_draft_tokens
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += num_draft_tokens

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peagle.decoding.acceptance import Acceptance
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft
 from peagle.decoding.reference import TokenKind
 from peagle.decoding.stopping import FinishReason
 from peagle.scheduling.request import TokenLogprobs
@@ -42,6 +42,8 @@ class RequestMetrics:
     """tokens that are drafts which the target merely tolerated; 0 unless `SamplingParams.tolerance` is below 1"""
     accepted_by_draft: tuple[int, ...] = ()
     """accepted tokens of each verified draft, in order, completion by completion"""
+    draft_positions: tuple[int, ...] = ()
+    """tokens of the completion before each of them"""
 
     @property
     def is_lossless(self) -> bool:
@@ -72,6 +74,11 @@ class RequestOutput:
     def text(self) -> str:
         """Text of the first completion."""
         return self.outputs[0].text
+
+    @property
+    def verified_drafts(self) -> list[VerifiedDraft]:
+        pairs = zip(self.metrics.draft_positions, self.metrics.accepted_by_draft, strict=True)
+        return [VerifiedDraft(len(self.prompt_token_ids), position, accepted) for position, accepted in pairs]
 
 
 @dataclass(frozen=True)

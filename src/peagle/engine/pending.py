@@ -32,6 +32,8 @@ class PendingCompletion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """for each verified draft, the number of its tokens that were emitted"""
+    positions: list[int] = field(default_factory=list)
+    """for each verified draft, the tokens of the answer before it"""
     num_draft_tokens: int = 0
     """tokens of those drafts"""
     num_tolerated_tokens: int = 0
@@ -117,6 +119,7 @@ class PendingRequest:
             sum(each.num_draft_tokens for each in completions),
             sum(each.num_tolerated_tokens for each in completions),
             tuple(accepted),
+            tuple(position for each in completions for position in each.positions),
         )
 
     def output(self, tokenizer: "PreTrainedTokenizerBase", num_draft_tokens: int) -> RequestOutput:

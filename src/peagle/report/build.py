@@ -1,7 +1,6 @@
 """A report from the JSON documents of `peagle bench`, `bench serve`, `tune`, `lossless` and `eval`."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +10,13 @@ from typing import Any
 from peagle.bench.plot import check_plot_library
 from peagle.bench.report import check_output
 from peagle.bench.report import number as shown
+from peagle.cost import MeasuredCost
 from peagle.errors import ConfigError
 from peagle.report.html import html_of
 from peagle.report.load import load_sections, load_summary
 from peagle.report.markdown import markdown_of
 from peagle.report.parts import Report, Section, Table
-from peagle.report.sweep import acceptance_section, sweep_sections, sweep_summary
+from peagle.report.sweep import acceptance_section, length_tables, sweep_sections, sweep_summary
 
 SUFFIXES = (".html", ".md")
 KINDS = {"cells": "bench", "results": "bench serve", "lossless": "lossless", "per_position": "eval"}
@@ -58,6 +58,23 @@ def write_report(documents: Sequence[Document], path: Path) -> None:
     path.write_text(html_of(report) if path.suffix.lower() == ".html" else markdown_of(report), encoding="utf-8")
 
 
+def priced(documents: Sequence[Document], cost: MeasuredCost) -> Sequence[Document]:
+    """The documents, with the cost of what was measured if there is a price; it takes the place of an earlier one."""
+    price = cost.price(cost.instance)
+    if price is None:
+        return documents
+    found = []
+    for document in documents:
+        if "cells" in document:
+            price.check(document["provenance"]["hardware"]["accelerator"])
+        found.append(cost.added_to(dict(document)) if "cells" in document or "results" in document else document)
+    if not any(document.get("cost") for document in found):
+        raise ConfigError(
+            "no result has a speed to compute a cost from", hint="pass those of bench, bench serve or tune"
+        )
+    return found
+
+
 def report_of(documents: Sequence[Document]) -> Report:
     """One report. Its summary is that of the first document with figures; a proof of losslessness adds a sentence."""
     by_kind: dict[str, list[Document]] = {kind: [] for kind in KINDS.values()}
@@ -79,7 +96,7 @@ def report_of(documents: Sequence[Document]) -> Report:
     sections += [_proof(document) for document in by_kind["lossless"]]
     if by_kind["eval"]:
         sections.append(_evaluations(by_kind["eval"]))
-    sections += [_provenance(document) for document in documents]
+    sections += [_provenance(part) for document in documents for part in document.get("parts") or [document]]
     return Report(_title(documents[0]), " ".join(said[:3]), _distinct(sections))
 
 
@@ -162,21 +179,9 @@ def _evaluations(documents: Sequence[Document]) -> Section:
         for each in documents
     ]
     table = Table("Acceptance length by workload", ("workload", "answer tokens", "drafts", "acceptance length"), rows)
-    by_length = [_by_length(name, documents) for name in ("prompt", "answer", "text")]
-    tables = [table, *(each for each in by_length if each.rows)]
+    by_length = {each["workload"]: each.get("by_length") for each in documents}
+    tables = [table, *length_tables("workload", by_length)]
     return acceptance_section({each["workload"]: each["per_position"] for each in documents}, tables)
-
-
-def _by_length(name: str, documents: Sequence[Document]) -> Table:
-    """Acceptance length by tokens of the prompt, the answer so far, or both; older results do not have it."""
-    found = {each["workload"]: (each.get("by_length") or {}).get(name) or {} for each in documents}
-    ranges = sorted({span for own in found.values() for span in own}, key=lambda span: int(re.findall(r"\d+", span)[0]))
-    rows = [
-        (workload, *(f"{own[span]['acceptance_length']:.2f}" if span in own else "-" for span in ranges))
-        for workload, own in found.items()
-        if own
-    ]
-    return Table(f"Acceptance length by tokens of the {name}", ("workload", *ranges), rows)
 
 
 def _provenance(document: Document) -> Section:

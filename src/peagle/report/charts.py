@@ -126,9 +126,14 @@ def bars(axes: "Axes", groups: Mapping[str, Mapping[str, float]], parts: Sequenc
 
 
 def spreads(axes: "Axes", groups: Mapping[str, Mapping[str, float]], x_label: str) -> list[Any]:
-    """One box per group: a line from the 5th to the 99th percentile, a bar over the middle half, the median marked."""
+    """One box per group: a line from the 5th to the 99th percentile, a bar over the middle half, the median marked.
+
+    Groups that begin with the same name, up to a comma, have one color.
+    """
+    kinds = list(dict.fromkeys(name.partition(", ")[0] for name in groups))
+    first = 0 if "plain" in kinds else 1
     for row, (name, found) in enumerate(groups.items()):
-        color = SERIES[(row if "plain" in groups else row + 1) % len(SERIES)]
+        color = SERIES[(first + kinds.index(name.partition(", ")[0])) % len(SERIES)]
         axes.plot([found["p5"], found["p99"]], [row, row], color=color, linewidth=1.4)
         axes.barh(name, found["p75"] - found["p25"], 0.45, left=found["p25"], color=color)
         axes.plot([found["p50"]] * 2, [row - 0.32, row + 0.32], color=color, linewidth=3)
@@ -137,14 +142,5 @@ def spreads(axes: "Axes", groups: Mapping[str, Mapping[str, float]], x_label: st
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel(x_label)
     axes.grid(True, axis="x", color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    return []
-
-
-def histogram(axes: "Axes", values: Sequence[float], x_label: str) -> list[Any]:
-    axes.hist(values, bins=min(24, max(4, len(values) // 3)), color=SERIES[1])
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("requests")
-    axes.grid(True, axis="y", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     return []

@@ -1,14 +1,15 @@
-"""The parts of a report that come from a document of `peagle bench serve`."""
+"""The parts of a report that come from a document of `peagle bench serve`, or of two that `pair.py` joined."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from peagle.bench.online_report import category_cells, percent
 from peagle.bench.report import number
-from peagle.report.charts import Points, histogram
+from peagle.cost import dollars
+from peagle.report.charts import Points
+from peagle.report.pair import DRAFTED, PLAIN
 from peagle.report.parts import Chart, Section, Table
-from peagle.report.sweep import acceptance_section, chart, cost_section, per_user
+from peagle.report.sweep import MAX_BARS, USERS, acceptance_section, chart, cost_section, per_user, spread_chart
 
 SPREADS = {"ttft": "time to first token", "tpot": "time per output token", "e2el": "whole answer"}
 FIGURES = ("mean", "median", "p90", "p95", "p99")
@@ -25,37 +26,56 @@ def load_sections(document: Mapping[str, Any]) -> list[Section]:
 
 def _name(row: Row) -> str:
     places = "no limit" if row["max_concurrency"] is None else f"concurrency {row['max_concurrency']}"
-    return places if row["request_rate"] == "inf" else f"{row['request_rate']:g} requests/s, {places}"
+    load = places if row["request_rate"] == "inf" else f"{row['request_rate']:g} requests/s, {places}"
+    return f"{row['label']}, {load}" if row.get("label") else load
+
+
+def _by_server(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The loads of each server: of one, or of the plain one and the one with drafts."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.get("label") or "server", []).append(row)
+    return found
 
 
 def _axis(rows: Sequence[Row]) -> tuple[str, str]:
     if all(row["max_concurrency"] is not None for row in rows):
-        return "max_concurrency", "concurrent requests"
+        return "max_concurrency", USERS
     return "request_rate", "requests/s sent"
 
 
 def _points(rows: Sequence[Row], key: str, value: str) -> Points:
-    return [(float(row[key]), row[value]) for row in rows if row[key] not in (None, "inf") and row[value]]
+    return [(float(row[key]), row[value]) for row in rows if row[key] not in (None, "inf") and row.get(value)]
+
+
+def _curves(of: Mapping[str, Points]) -> dict[str, Points]:
+    return {name: points for name, points in of.items() if points}
 
 
 def _speed(rows: Sequence[Row]) -> Section:
     key, axis = _axis(rows)
-    users = [(per_user(row["median_tpot_ms"]), row["output_throughput"]) for row in rows if row["median_tpot_ms"]]
-    known = [(speed, total) for speed, total in users if speed]
-    by_user = {"server": known} if known else {}
-    points = _points(rows, key, "output_throughput")
+    servers = _by_server(rows)
+    by_user: dict[str, Points] = {
+        name: [(speed, row["output_throughput"]) for row in own if (speed := per_user(row["median_tpot_ms"]))]
+        for name, own in servers.items()
+    }
+    speedups = {DRAFTED: _points(rows, key, "speedup")}
+    throughput = _curves({name: _points(own, key, "output_throughput") for name, own in servers.items()})
     charts = [
-        *chart("Throughput", {"server": points} if points else {}, axis, "output tokens/s"),
-        *chart("Throughput against speed per user", by_user, "tokens/s per user", "output tokens/s", "values"),
+        *chart("Throughput", throughput, axis, "output tokens/s"),
+        *chart("Speedup over plain decoding", _curves(speedups), axis, "times plain decoding"),
+        *chart("Throughput against speed per user", _curves(by_user), "tokens/s per user", "output tokens/s", "values"),
     ]
-    heads = ["load", "completed", "failed", "requests/s", "output tokens/s", "tokens/s per user", "acceptance length"]
     has_goals = any(row.get("request_goodput") is not None for row in rows)
+    is_pair = len(servers) > 1
+    heads = ["load", "completed", "failed", *(["speedup"] if is_pair else ["requests/s"])]
+    heads += ["output tokens/s", "tokens/s per user", "acceptance length"]
     cells = [
         (
             _name(row),
             f"{row['completed']} of {row['num_prompts']}",
             number(row["failed"]),
-            number(row["request_throughput"], 2),
+            number(row["speedup" if is_pair else "request_throughput"], 2),
             number(row["output_throughput"], 1),
             number(per_user(row["median_tpot_ms"]), 1),
             number(row.get("spec_decode_acceptance_length"), 2),
@@ -69,16 +89,17 @@ def _speed(rows: Sequence[Row]) -> Section:
 
 def _latency(rows: Sequence[Row]) -> Section:
     key, axis = _axis(rows)
+    servers = _by_server(rows)
     charts: list[Chart] = []
     for name, title in SPREADS.items():
-        of = {label: _points(rows, key, f"{label}_{name}_ms") for label in ("median", "p95", "p99")}
-        charts += chart(title.capitalize(), {label: each for label, each in of.items() if each}, axis, "ms")
-    for row in rows:
-        waits = [1e3 * seconds for seconds in row.get("ttfts") or () if seconds]
-        if waits:
-            shape = f"{len(waits)} requests between {min(waits):.1f} and {max(waits):.1f} ms"
-            title = f"Time to first token, {_name(row)}"
-            charts.append(Chart(title, f"Histogram: {shape}.", partial(histogram, values=waits, x_label="ms")))
+        if len(servers) > 1:
+            of = {server: _points(own, key, f"median_{name}_ms") for server, own in servers.items()}
+            title = f"{title}, median"
+        else:
+            of = {figure: _points(rows, key, f"{figure}_{name}_ms") for figure in ("median", "p95", "p99")}
+        charts += chart(title.capitalize(), _curves(of), axis, "ms")
+    for name, title in SPREADS.items():
+        charts += spread_chart(f"{title.capitalize()}, spread", _quartiles(rows, name))
     tables = [
         Table(
             f"{title.capitalize()}, ms",
@@ -90,18 +111,33 @@ def _latency(rows: Sequence[Row]) -> Section:
     return Section("Latency at the client", (), charts, tables)
 
 
+def _quartiles(rows: Sequence[Row], name: str) -> dict[str, dict[str, float]]:
+    """How a latency is spread over the requests of each load; older results lack the quartiles."""
+    return {
+        _name(row): {
+            "p50": row[f"median_{name}_ms"],
+            **{each: row[f"{each}_{name}_ms"] for each in ("p5", "p25", "p75", "p99")},
+        }
+        for row in rows[:MAX_BARS]
+        if row.get(f"p25_{name}_ms") is not None
+    }
+
+
 def _acceptance(rows: Sequence[Row]) -> Section:
     found = {_name(row): row.get("spec_decode_per_position_acceptance_rates") or [] for row in rows}
     shown = [(_name(row), *each) for row in rows for each in category_cells(row) if len(row["by_category"]) > 1]
     heads = ("load", "category", "requests", "tokens/s of one request", "TTFT ms", "time per token ms")
     more = [Table("By category, medians", (*heads, "acceptance length"), shown, num_left=2)] if shown else []
-    lengths = {name: own["acceptance_length"] for name, own in (rows[0].get("by_category") or {}).items()}
+    first = next((row for row in rows if found[_name(row)]), rows[0])
+    lengths = {name: own["acceptance_length"] for name, own in (first.get("by_category") or {}).items()}
     return acceptance_section({name: rates for name, rates in found.items() if rates}, more, lengths)
 
 
 def load_summary(document: Mapping[str, Any]) -> list[str]:
     """Three sentences: how much, how soon, and with what acceptance."""
     rows = [row for row in document["results"] if row["output_throughput"]]
+    if compared := [row for row in rows if row.get("speedup")]:
+        return _pair_summary(document, rows, compared)
     top = max(rows, key=lambda row: row["output_throughput"])
     said = [
         f"{document['model_id']} at {document['base_url']} emits up to {top['output_throughput']:,.0f} output tokens/s "
@@ -116,3 +152,28 @@ def load_summary(document: Mapping[str, Any]) -> list[str]:
     length, failed = low.get("spec_decode_acceptance_length"), sum(row["failed"] for row in rows)
     drafts = "The server reports no drafts" if length is None else f"A step emits {length:.2f} tokens on average"
     return [*said, f"{drafts}; {failed} of {sum(row['num_prompts'] for row in rows)} requests failed."]
+
+
+def _pair_summary(document: Mapping[str, Any], rows: Sequence[Row], compared: Sequence[Row]) -> list[str]:
+    """Three sentences on a server with drafts beside one without: how fast, how soon, at what cost or acceptance."""
+    low, high = compared[0], compared[-1]
+    ends = [low] if low is high else [low, high]
+    speeds = " and ".join(f"{row['speedup']:.2f} times the tokens/s at {_load(row)}" for row in ends)
+    said = [f"With drafts, {document['model_id']} at {document['base_url']} emits {speeds} of plain decoding."]
+    plain = next(row for row in rows if row["label"] == PLAIN and _load(row) == _load(low))
+    if plain["median_tpot_ms"] and low["median_tpot_ms"]:
+        change = f"from {plain['median_tpot_ms']:.2f} to {low['median_tpot_ms']:.2f} ms"
+        said.append(f"The median time per output token at {_load(low)} goes {change}.")
+    costs = (document.get("cost") or {}).get("by_concurrency")
+    if costs:
+        last, price = costs[-1], document["cost"]["price"]
+        spent = f"{dollars(last['drafted_usd_per_million'])} instead of {dollars(last['plain_usd_per_million'])}"
+        paid = f"at ${price['charged_usd_per_hour']:,.2f} per hour on {price['date']}"
+        return [*said, f"At concurrency {last['concurrency']} a million output tokens cost {spent}, {paid}."]
+    length, failed = low["spec_decode_acceptance_length"], sum(row["failed"] for row in rows)
+    drafts = f"A step with drafts emits {length:.2f} tokens on average"
+    return [*said, f"{drafts}; {failed} of {sum(row['num_prompts'] for row in rows)} requests failed."]
+
+
+def _load(row: Row) -> str:
+    return _name({**row, "label": None})

@@ -11,6 +11,7 @@ from peagle.bench.report import number
 from peagle.checkpoint.card import DrafterCard
 from peagle.report.markdown import markdown_of
 from peagle.report.parts import Report, Section, Table
+from peagle.report.sweep import length_tables
 from peagle.vllm.command import RUNNER_VARIABLE
 
 METHODS = {"p-eagle": "A P-EAGLE", "eagle3": "An EAGLE-3"}
@@ -132,16 +133,7 @@ def _acceptance(card: DrafterCard) -> Section:
     if by_depth:
         caption = "By depth: share of drafts whose token at this position was accepted"
         tables.append(Table(caption, ("set", *map(str, range(1, deepest + 1))), by_depth))
-    for what in ("prompt", "answer", "text"):
-        ranges = {name: (each.get("by_length") or {}).get(what) or {} for name, each in found.items()}
-        spans = sorted({span for own in ranges.values() for span in own}, key=lambda span: int(span.split("-")[0]))
-        by_length = [
-            (name, *(f"{own[span]['acceptance_length']:.2f}" if span in own else "-" for span in spans))
-            for name, own in ranges.items()
-            if own
-        ]
-        if by_length:
-            tables.append(Table(f"Acceptance length by tokens of the {what}", ("set", *spans), by_length))
+    tables += length_tables("set", {name: each.get("by_length") for name, each in found.items()})
     text = [
         "The acceptance length is the number of tokens per step: the accepted drafts plus one token of the target. "
         f"The drafter learned from texts of up to {card.max_length:,} tokens; expect less on longer and on other texts."

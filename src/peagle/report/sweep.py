@@ -146,6 +146,11 @@ def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
     most = max((cell["concurrency"] for cell in cells), default=0)
     here = [cell for cell in cells if cell["concurrency"] == most and cell["label"] in drawn(cells)]
     groups = {cell["label"]: cell[key] for cell in here if "p25" in (cell[key] or {})}
+    return spread_chart(f"{what}, spread at concurrency {most}", groups)
+
+
+def spread_chart(title: str, groups: Mapping[str, Mapping[str, float]]) -> list[Chart]:
+    """A box per group from its percentiles; none without groups."""
     if not groups:
         return []
     words = "; ".join(
@@ -153,7 +158,7 @@ def _spread(what: str, key: str, cells: Sequence[Cell]) -> list[Chart]:
         for name, found in groups.items()
     )
     draw = partial(spreads, groups=groups, x_label="ms; line: percentiles 5 to 99, bar: 25 to 75")
-    return [Chart(f"{what}, spread at concurrency {most}", f"Milliseconds. {words}.", draw)]
+    return [Chart(title, f"Milliseconds. {words}.", draw)]
 
 
 def _ttft(cell: Cell, which: str) -> float | None:
@@ -166,9 +171,25 @@ def _acceptance(cells: Sequence[Cell]) -> Section:
     by_category = category_rows(cells)
     caption = "By category, at the lowest concurrency: acceptance length, tokens/s of one request, its speedup"
     more = [] if by_category is None else [Table(caption, *by_category)]
+    by_length = {cell["label"]: cell.get("by_length") for cell in reversed(cells)}
+    more += length_tables("drafts of", dict(reversed(by_length.items())))
     best = max(cells, key=lambda cell: cell["acceptance_length"] or 0.0, default={})
     lengths = {name: own["acceptance_length"] for name, own in (best.get("by_category") or {}).items()}
     return acceptance_section(dict(reversed(drafted.items())), more, lengths)
+
+
+def length_tables(what: str, by_length: Mapping[str, Mapping[str, Any] | None]) -> list[Table]:
+    """Acceptance length by tokens of the prompt, the answer so far, and both; older results do not have it."""
+    tables = []
+    for name in ("prompt", "answer", "text"):
+        found = {label: own[name] for label, own in by_length.items() if own and own.get(name)}
+        spans = sorted({span for own in found.values() for span in own}, key=lambda span: int(span.partition("-")[0]))
+        rows = [
+            (label, *(f"{own[span]['acceptance_length']:.2f}" if span in own else "-" for span in spans))
+            for label, own in found.items()
+        ]
+        tables.append(Table(f"Acceptance length by tokens of the {name}", (what, *spans), rows))
+    return [table for table in tables if table.rows]
 
 
 def acceptance_section(

@@ -31,16 +31,19 @@ def recommend(
     if not curves:
         return None
     needed = None if request_rate is None else request_rate * tokens_per_request(cells)
-    score = _scorer(curves, needed, max_tpot)
-    label = chosen(curves, score)
-    fixed = {name: curve for name, curve in curves.items() if curve[0]["num_draft_tokens"] is not None}
-    for_vllm = chosen(fixed, _scorer(fixed, needed, max_tpot)) if len(fixed) > 1 else None
-    batch = batch_limit(curves[label], max_tpot)
-    gains = gains_of(curves)
+    label = chosen_form(curves, _scorer(curves, needed, max_tpot))
+    form = curves[label][0].get("quantize")
+    method, batch = curves[label][0]["method"], batch_limit(curves[label], max_tpot)
+    as_they_are = of_form(curves, None)  # vLLM has other forms
+    same_drafter = as_they_are if method == PLAIN else of_methods(as_they_are, PLAIN, method)
+    fixed = {name: curve for name, curve in same_drafter.items() if curve[0]["num_draft_tokens"] is not None}
+    for_vllm = fixed[chosen(fixed, _scorer(fixed, needed, max_tpot))][0] if len(fixed) > 1 else None
+    gains = gains_of(of_form(curves, form))
     return {
         "label": label,
-        "method": curves[label][0]["method"],
+        "method": method,
         "num_draft_tokens": curves[label][0]["num_draft_tokens"],
+        "quantize": form,
         "max_batch": batch,
         "request_rate": request_rate,
         "needed_tokens_per_second": None if needed is None else round(needed, 2),
@@ -50,8 +53,25 @@ def recommend(
         "expected": figures(at(curves[label], batch if needed is None else place_of(curves[label], needed))),
         "by_concurrency": [_row(curves, label, concurrency) for concurrency in concurrencies(curves)],
         "stops_paying_at_concurrency": break_even_concurrency(gains),
-        "vllm": None if for_vllm is None else {"num_draft_tokens": fixed[for_vllm][0]["num_draft_tokens"] or 0},
+        "vllm": for_vllm and {"method": for_vllm["method"], "num_draft_tokens": for_vllm["num_draft_tokens"]},
     }
+
+
+def of_form(curves: Mapping[str, Curve], form: str | None) -> dict[str, Curve]:
+    """The curves of one form of the target's weights; None: as they are."""
+    return {name: curve for name, curve in curves.items() if curve[0].get("quantize") == form}
+
+
+def chosen_form(curves: Mapping[str, Curve], score: Callable[[Curve], float]) -> str:
+    """The setting to use; one with rounded weights, which change the answers, only if it is faster."""
+    forms = dict.fromkeys(curve[0].get("quantize") for curve in curves.values())
+    best, *others = [chosen(of_form(curves, form), score) for form in forms]
+    fastest = max(others, key=lambda label: score(curves[label]), default=best)
+    return fastest if score(curves[fastest]) >= MIN_SPEED_UP * score(curves[best]) else best
+
+
+def of_methods(curves: Mapping[str, Curve], *methods: str) -> dict[str, Curve]:
+    return {name: curve for name, curve in curves.items() if curve[0]["method"] in methods}
 
 
 def curves_of(cells: Sequence[Cell]) -> dict[str, Curve]:

@@ -58,7 +58,7 @@ def settings_of(
     return Settings(
         target,
         _absolute(drafter) if is_used else None,
-        Native(depth, batch, quantize),
+        Native(depth, batch, quantize or tuned["quantize"]),
         Vllm(for_vllm.get("num_draft_tokens"), batch),
         {name: value for name, value in tuned["expected"].items() if value is not None},
     )

@@ -118,6 +118,15 @@ def find_models(
     return replace(models, drafter=facts, drafter_name=path.name, acceptance=acceptance)
 
 
+def known_drafter(drafter: str | None, target: str | None, max_length: int | None) -> DrafterFacts | None:
+    """What is known of a drafter before anything is loaded or fetched: by its directory or the catalog."""
+    source = _find_drafter(drafter, find(target or DEFAULT_TARGET), max_length)
+    if isinstance(source, CatalogDrafter):
+        return DrafterFacts(source.name, source.method == "p-eagle")
+    path = Path(source or "").expanduser()
+    return facts_of(complete_directory(path.resolve()), source) if source is not None and path.is_dir() else None
+
+
 def _find_target(name: str, entry: CatalogEntry | None, *, is_name: bool) -> Models:
     architecture = None if entry is None else entry.architecture
     if entry is not None and is_name and entry.package is None and not Path(entry.target).expanduser().is_dir():
