@@ -57,7 +57,8 @@ def attention_tiling(
     row_bytes = padded_width * dtype.itemsize
     is_decode, is_wide = max_rows <= MOST_DECODE_ROWS, padded_width > 256  # Gemma-4 has 512: larger tiles do not fit
     if is_decode and row_bytes <= 128 and gpu.shared_bytes >= DEEP_PIPELINE_BYTES:
-        return _narrow_tiling(num_rows * group_size, most_entries, num_requests, num_groups, gpu.num_sms)
+        has_prompts = max_rows == MOST_DECODE_ROWS
+        return _narrow_tiling(num_rows * group_size, most_entries, num_requests, num_groups, gpu.num_sms, has_prompts)
     # A tile for most requests, not for the largest tree.
     num_entries = min(most_entries, -(-num_rows * group_size // num_requests)) if is_decode else most_entries
     tile = min(max(16, 1 << (num_entries - 1).bit_length()), 16 if is_wide else 64)
@@ -79,15 +80,23 @@ def attention_tiling(
 
 
 def _narrow_tiling(
-    num_entries: int, most_entries: int, num_requests: int, num_groups: int, num_sms: int
+    num_entries: int, most_entries: int, num_requests: int, num_groups: int, num_sms: int, has_prompts: bool
 ) -> AttentionTiling:
     """For heads of up to 64 numbers in 16 bits. `num_entries` are those of all requests and one group.
+
+    `has_prompts`: most tiles are of a few prompts, so they count less, and deep pipelines do not pay.
 
     Microseconds per layer over 300 keys, 3 groups of 3 heads, trees of up to 32 rows, in tiles of 16, 32 and 64:
 
         1 request, 33 rows      7.9   8.7  12.4        64 requests, 448 rows   15.0  14.8  18.3
         8 requests, 64 rows     8.6  10.6  11.3       128 requests, 320 rows   17.7  19.7  20.9
        32 requests, 128 rows   11.3  10.8  15.9       256 requests, 640 rows   31.5  37.5  39.4
+
+    With one product per layer between, keys per iteration and splits or stages (`benchmarks/attention.py --batches`):
+
+        256x4t       tile 16: 64 keys 41.1, 128 keys 38.0
+        8x8t+128     tile 16, 128 keys: 1 split 15.4, 3 splits 13.7, 4 splits 13.7
+        64x8t+128    tile 32, 128 keys: 5 stages 25.9, 2 stages 23.8; without the prompt 21.0 and 22.8
     """
     num_pairs = num_requests * num_groups
     num_small = -(-most_entries // 16) * num_pairs
@@ -98,15 +107,16 @@ def _narrow_tiling(
             tile = 16 if most_entries <= 16 else 32
             return AttentionTiling(tile, 128, _num_splits(num_pairs, num_sms), num_stages=5)
         num_tiles = (num_entries // 16 + num_requests) * num_groups
-        return AttentionTiling(16, 128, _num_splits(num_tiles, 3 * num_sms // 2))
+        return AttentionTiling(16, 128, _num_splits(num_tiles, (4 if has_prompts else 1.5) * num_sms))
     if num_pairs > 2 * num_sms:
-        return AttentionTiling(16, 128 if most_entries > 16 and num_pairs <= 4 * num_sms else 64, 1)
+        is_wide = most_entries > 64 or (most_entries > 16 and num_pairs <= 4 * num_sms)
+        return AttentionTiling(16, 128 if is_wide else 64, 1)
     if most_entries > 16:
-        return AttentionTiling(32, 128, 1, num_stages=5)
+        return AttentionTiling(32, 128, 1, num_stages=2 if has_prompts else 5)
     if num_small <= num_sms:
         return AttentionTiling(16, 128, 1, num_stages=5)
     return AttentionTiling(16, 64, 1, num_warps=2, num_stages=5)
 
 
-def _num_splits(num_ctas: int, num_slots: int) -> int:
-    return max(1, min(MAX_SPLITS, num_slots // num_ctas))
+def _num_splits(num_ctas: int, num_slots: float) -> int:
+    return max(1, min(MAX_SPLITS, int(num_slots // num_ctas)))
