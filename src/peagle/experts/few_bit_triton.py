@@ -22,15 +22,16 @@ from peagle.linears.few_bit_words_triton import ENDLESS, UNPACKING, halves_of, m
 class FewBitExpertTiling(NamedTuple):
     columns: int
     """Output columns per CTA, of each half."""
+    splits: int
+    """Blocks of inputs per loop iteration; each has warps and a sum of its own."""
     num_warps: int
-    """Blocks of inputs per loop iteration, one per warp."""
     num_stages: int
     rows: int
     """Rows per tile; an expert with more rows reads its codes again, from the L2 cache."""
 
 
 def few_bit_expert_tiling(num_pairs: int, num_experts: int, is_gated: bool) -> FewBitExpertTiling:
-    return FewBitExpertTiling(16 if is_gated else 32, 4, 3, 8 if num_pairs <= 4 * num_experts else 16)
+    return FewBitExpertTiling(16 if is_gated else 32, 4, 4, 3, 8 if num_pairs <= 4 * num_experts else 16)
 
 
 def few_bit_expert_products_triton(
@@ -95,8 +96,8 @@ def few_bit_expert_products_triton(
             parts=form.num_parts,
             span=form.span,
             group=weight.group if weight.group < weight.size else ENDLESS,
-            is_even=x.shape[1] % (form.block * own.num_warps) == 0,
-            warps=own.num_warps,
+            is_even=x.shape[1] % (form.block * own.splits) == 0,
+            splits=own.splits,
             overlaps=overlaps,
             is_native=x.is_cuda,
             one=one,
@@ -148,7 +149,7 @@ def _multiply(
     span: tl.constexpr,
     group: tl.constexpr,
     is_even: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     overlaps: tl.constexpr,
     is_native: tl.constexpr,
     one: tl.constexpr,
@@ -176,7 +177,7 @@ def _multiply(
         inputs = x_ptr + (pair // divisor).to(tl.int64) * size
         total = multiply_words(
             words_row, inputs, scales, scales, is_wide, is_row, num_words, size,
-            form, parts, span, group, False, is_even, warps, is_native, one, two, three, four,
+            form, parts, span, group, False, is_even, splits, is_native, one, two, three, four,
         )  # fmt: skip
         if has_bias:
             total += tl.load(biases, mask=is_wide, other=0.0).to(tl.float32)[:, None]

@@ -2,10 +2,11 @@
 
 As in `skinny_linear_triton`, each CTA takes some output columns and streams their words once.
 
-A product over few words is a short chain of waits: for a word, for its number, for the sum so far. So each warp takes
-every S-th block of inputs and sums on its own; the sums are added at the end. Scales are loaded one iteration ahead.
+A product over few words is a short chain of waits: for a word, for its number, for the sum so far. So for few rows each
+warp takes every S-th block of inputs and sums on its own; the sums are added at the end. For many rows the warps share
+the columns instead, and the inputs. Scales are loaded one iteration ahead.
 
-Shapes: M rows, N output columns, K inputs, S warps.
+Shapes: M rows, N output columns, K inputs, S splits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,9 +25,10 @@ from peagle.linears.tilings import FEW_ROWS
 
 class FewBitTiling(NamedTuple):
     columns: int
-    """Output columns per CTA."""
+    """Output columns per CTA, of each half."""
+    splits: int
+    """Blocks of inputs per loop iteration; each has warps and a sum of its own."""
     num_warps: int
-    """Blocks of inputs per loop iteration, one per warp."""
     num_stages: int
     rows: int = FEW_ROWS
     """Rows per CTA."""
@@ -37,8 +39,8 @@ class FewBitTiling(NamedTuple):
 def few_bit_tiling(num_rows: int, is_gated: bool) -> FewBitTiling:
     columns = 16 if is_gated else 32
     if num_rows > 16:
-        return FewBitTiling(columns, 4, 2, 32)
-    return FewBitTiling(columns, 4, 3, 8 if num_rows <= 8 else 16)
+        return FewBitTiling(columns, 4, 4, 2, 32)
+    return FewBitTiling(columns, 4, 4, 3, 8 if num_rows <= 8 else 16)
 
 
 def few_bit_product_triton(
@@ -81,10 +83,10 @@ def few_bit_product_triton(
         has_bias=bias_N is not None,
         has_residual=residual_MN is not None,
         activation=activation,
-        is_even=size % (form.block * tiling.num_warps) == 0,
+        is_even=size % (form.block * tiling.splits) == 0,
         rows=tiling.rows,
         columns=tiling.columns,
-        warps=tiling.num_warps,
+        splits=tiling.splits,
         ahead=tiling.ahead if overlaps else 0,
         overlaps=overlaps,
         is_native=x_MK.is_cuda,
@@ -153,7 +155,7 @@ def _multiply(
     is_even: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     ahead: tl.constexpr,
     overlaps: tl.constexpr,
     is_native: tl.constexpr,
@@ -179,7 +181,7 @@ def _multiply(
     scales, zeros = scale_ptr + wide * scale_stride, zero_ptr + wide * scale_stride
     total = multiply_words(
         words_row, x_ptr + row * x_stride, scales, zeros, is_wide, is_row, num_words, size,
-        form, parts, span, group, has_zero, is_even, warps, is_native, one, two, three, four,
+        form, parts, span, group, has_zero, is_even, splits, is_native, one, two, three, four,
     )  # fmt: skip
     if has_bias:
         total += tl.load(bias_ptr + wide, mask=is_wide, other=0.0).to(tl.float32)[:, None]

@@ -3,7 +3,7 @@
 Words are loaded as they lie, and a part of each becomes a bfloat16 number in the registers that feed the matrix units:
 two numbers at a time, in two to five instructions, exactly. Scales apply to sums over a group, in float32.
 
-Shapes: M rows, N output columns, S warps.
+Shapes: M rows, N output columns, K words or inputs, S splits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -94,22 +94,41 @@ def scale_of(scale, form: tl.constexpr):
 
 
 @triton.jit
-def load_groups(pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr):
-    """What a group has one of, [S, N, groups per block], for a block of each warp."""
-    num_groups: tl.constexpr = 1 if group >= parts * span else parts * span // group
-    place = ((block * (parts * span)) // group)[:, None, None] + tl.arange(0, num_groups)[None, None, :]
-    is_group = (place * group < size) & (block * (parts * span) < size)[:, None, None]
-    return tl.load(pointers[None, :, None] + place, mask=is_column[None, :, None] & is_group, other=0)
+def by_split(values, splits: tl.constexpr):
+    """Broadcast [S] over a tile [S, N, K]; with one split tiles are [N, K], and this is a number."""
+    return values if splits == 1 else values[:, None, None]
 
 
 @triton.jit
-def group_of(values, index: tl.constexpr):
+def by_row(values, splits: tl.constexpr):
+    return values[:, None] if splits == 1 else values[None, :, None]
+
+
+@triton.jit
+def by_column(values, splits: tl.constexpr):
+    return values[None, :] if splits == 1 else values[None, None, :]
+
+
+@triton.jit
+def load_groups(
+    pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr, splits: tl.constexpr
+):
+    """What a group has one of, [S, N, groups per block], for the block of each split."""
+    num_groups: tl.constexpr = 1 if group >= parts * span else parts * span // group
+    place = by_split(block * (parts * span) // group, splits) + by_column(tl.arange(0, num_groups), splits)
+    is_group = (place * group < size) & by_split(block * (parts * span) < size, splits)
+    return tl.load(by_row(pointers, splits) + place, mask=by_row(is_column, splits) & is_group, other=0)
+
+
+@triton.jit
+def group_of(values, index: tl.constexpr, splits: tl.constexpr):
     """One group of a block, [S, N, 1]."""
-    if values.shape[2] == 1:
+    last: tl.constexpr = 1 if splits == 1 else 2
+    if values.shape[last] == 1:
         return values
     else:
-        is_it = tl.arange(0, values.shape[2]) == index
-        return tl.sum(tl.where(is_it[None, None, :], values, 0.0), 2, keep_dims=True)
+        is_it = by_column(tl.arange(0, values.shape[last]) == index, splits)
+        return tl.sum(tl.where(is_it, values, 0.0), last, keep_dims=True)
 
 
 @triton.jit
@@ -128,7 +147,7 @@ def multiply_words(
     group: tl.constexpr,
     has_zero: tl.constexpr,
     is_even: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     is_native: tl.constexpr,
     one: tl.constexpr,
     two: tl.constexpr,
@@ -137,31 +156,35 @@ def multiply_words(
 ):
     """weight @ x in float32, [N, M]. `words_row`, `scales` and `zeros` [N] point at what output n has of them first.
 
-    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them.
+    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them. Of `splits` blocks of inputs
+    per iteration each has its own warps and its own sum; the warps of one split share its columns.
     """
     num_blocks = num_words // span
     is_whole: tl.constexpr = group >= parts * span
     is_scaled: tl.constexpr = group < ENDLESS
     per_group: tl.constexpr = parts if is_whole else group // span
-    warp, inner = tl.arange(0, warps), tl.arange(0, span)
-    total = tl.zeros([warps, words_row.shape[0], inputs.shape[0]], tl.float32)
-    scale = load_groups(scales, warp, size, is_column, parts, span, group)
-    for first in range(0, num_blocks, warps):
-        block = first + warp
-        is_word = is_column[None, :, None] & ((block < num_blocks) | is_even)[:, None, None]
-        words = tl.load(
-            words_row[None, :, None] + (block[:, None] * span + inner[None, :])[:, None, :], mask=is_word, other=0
-        )
-        next_scale = load_groups(scales, block + warps, size, is_column, parts, span, group)
+    inner = tl.arange(0, span)
+    if splits == 1:
+        split = 0
+        total = tl.zeros([words_row.shape[0], inputs.shape[0]], tl.float32)
+    else:
+        split = tl.arange(0, splits)
+        total = tl.zeros([splits, words_row.shape[0], inputs.shape[0]], tl.float32)
+    scale = load_groups(scales, split, size, is_column, parts, span, group, splits)
+    for first in range(0, num_blocks, splits):
+        block = first + split
+        words_place = by_split(block * span, splits) + by_column(inner, splits)
+        is_word = by_row(is_column, splits) & by_split((block < num_blocks) | is_even, splits)
+        words = tl.load(by_row(words_row, splits) + words_place, mask=is_word, other=0)
+        next_scale = load_groups(scales, block + splits, size, is_column, parts, span, group, splits)
         if has_zero:
-            zero = load_groups(zeros, block, size, is_column, parts, span, group).to(tl.float32)
+            zero = load_groups(zeros, block, size, is_column, parts, span, group, splits).to(tl.float32)
         for begin in tl.static_range(0, parts, per_group):
             sums = tl.zeros(total.shape, tl.float32)
-            x_sum = tl.zeros([warps, 1, inputs.shape[0]], tl.float32)
             for part in tl.static_range(begin, begin + per_group):
-                place = ((block * parts + part) * span)[:, None, None] + inner[None, :, None]
-                is_input = is_row[None, None, :] & ((place < size) | is_even)
-                x = tl.load(inputs[None, None, :] + place, mask=is_input, other=0.0)
+                place = by_split((block * parts + part) * span, splits) + by_row(inner, splits)
+                is_input = by_column(is_row, splits) & ((place < size) | is_even)
+                x = tl.load(by_column(inputs, splits) + place, mask=is_input, other=0.0)
                 if part == 0:
                     weight = unpacked(words, form, 0, x.dtype, is_native, one)
                 elif part == 1:
@@ -175,19 +198,21 @@ def multiply_words(
                 else:
                     total = tl.dot(weight, x, total)
                 if has_zero:
-                    x_sum += tl.sum(x.to(tl.float32), 1, keep_dims=True)
+                    part_sum = tl.sum(x.to(tl.float32), 0 if splits == 1 else 1, keep_dims=True)
+                    x_sum = part_sum if part == begin else x_sum + part_sum
             if has_zero:
-                sums -= group_of(zero, begin // per_group) * x_sum
+                sums -= group_of(zero, begin // per_group, splits) * x_sum
             if is_scaled:
-                sums *= group_of(scale_of(scale, form), begin // per_group)
+                sums *= group_of(scale_of(scale, form), begin // per_group, splits)
             if is_scaled or has_zero:
                 total += sums
         scale = next_scale
-    sum_NM = tl.sum(total, 0)
+    if splits > 1:
+        total = tl.sum(total, 0)
     if is_scaled:
-        return sum_NM
+        return total
     else:
-        return sum_NM * scale_of(tl.load(scales, mask=is_column, other=0), form)[:, None]
+        return total * scale_of(tl.load(scales, mask=is_column, other=0), form)[:, None]
 
 
 @triton.jit
