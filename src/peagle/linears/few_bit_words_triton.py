@@ -10,10 +10,11 @@ Shapes: M rows, N output columns, K words or inputs, S splits.
 import triton
 import triton.language as tl
 
-from peagle.linears.few_bit import FORMS
+from peagle.linears.few_bit import FORMS, MXFP4_PLACES
 
 ENDLESS = tl.constexpr(1 << 30)
 """the group of all inputs"""
+MAGNITUDE_PLACES, SIGN_PLACES = (tl.constexpr(places) for places in zip(*MXFP4_PLACES, strict=True))
 
 _SHIFT = "shr.b32 t, $1, {shift}; "
 _FINISH = {
@@ -39,13 +40,13 @@ def _unpacking(form: str, part: int) -> str:
         )
     else:
         # Sign to bit 15, exponent and mantissa to bits 8 to 6: the number times 2^-126.
-        place = 6 - 4 * part
-        move = f"shl.b32 t, $1, {place}; " if place > 0 else f"shr.b32 t, $1, {-place}; "
-        body = (
-            f"shl.b32 u, $1, {12 - 4 * part}; " + move + "and.b32 t, t, 0x01C001C0; "
-            "lop3.b32 t, u, 0x80008000, t, 0xEA; mov.b32 o, 0x7E807E80; mov.b32 u, 0x80008000; "
-            "fma.rn.bf16x2 $0, t, o, u;"
-        )
+        magnitude, sign = (end - place for end, place in zip((6, 15), MXFP4_PLACES[part], strict=True))
+        body = f"shl.b32 t, $1, {magnitude}; " if magnitude >= 0 else f"shr.b32 t, $1, {-magnitude}; "
+        if magnitude == sign:
+            body += "and.b32 t, t, 0x81C081C0; "
+        else:
+            body += f"and.b32 t, t, 0x01C001C0; shl.b32 u, $1, {sign}; lop3.b32 t, u, 0x80008000, t, 0xEA; "
+        body += "mov.b32 o, 0x7E807E80; mov.b32 u, 0x80008000; fma.rn.bf16x2 $0, t, o, u;"
     return "{ .reg .b32 t, u, o; " + body + " }"
 
 
@@ -56,13 +57,13 @@ UNPACKING = {form: tuple(_unpacking(form, part) for part in range(4)) for form i
 @triton.jit
 def part_values(words, form: tl.constexpr, part: tl.constexpr):
     """What `UNPACKING` computes, in Triton's own operations: for its interpreter, and where speed does not matter."""
-    bits: tl.constexpr = 4 if form == "int4" or form == "mxfp4" else 8
+    bits: tl.constexpr = 4 if form == "int4" else 8
     code = (words.to(tl.int32) >> (bits * part)) & ((1 << bits) - 1)
     if form == "mxfp4":
-        size = code & 7
+        size = (words.to(tl.int32) >> MAGNITUDE_PLACES[part]) & 7
         normal = ((size >> 1) + 126 << 23) | ((size & 1) << 22)
         number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
-        return tl.where(code > 7, -number, number)
+        return tl.where((words.to(tl.int32) >> SIGN_PLACES[part]) & 1 > 0, -number, number)
     elif form == "fp8":
         size = code & 127
         normal = ((size >> 3) + 120 << 23) | ((size & 7) << 20)
@@ -86,9 +87,8 @@ def unpacked(
 @triton.jit
 def scale_of(scale, form: tl.constexpr):
     """A stored scale in float32."""
-    if form == "mxfp4":
-        exponent = scale.to(tl.int32)
-        return tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+    if form == "mxfp4":  # 2^-127 counts as zero
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         return scale.to(tl.float32)
 
@@ -110,25 +110,45 @@ def by_column(values, splits: tl.constexpr):
 
 
 @triton.jit
-def load_groups(
-    pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr, splits: tl.constexpr
-):
-    """What a group has one of, [S, N, groups per block], for the block of each split."""
-    num_groups: tl.constexpr = 1 if group >= parts * span else parts * span // group
-    place = by_split(block * (parts * span) // group, splits) + by_column(tl.arange(0, num_groups), splits)
-    is_group = (place * group < size) & by_split(block * (parts * span) < size, splits)
-    return tl.load(by_row(pointers, splits) + place, mask=by_row(is_column, splits) & is_group, other=0)
+def load_group(pointers, place, size, is_column, group: tl.constexpr, splits: tl.constexpr):
+    """What the group of input `place` has one of, [S, N, 1]."""
+    mask = by_row(is_column, splits) & by_split(place < size, splits)
+    return tl.load(by_row(pointers, splits) + by_split(place // group, splits), mask=mask, other=0)
 
 
 @triton.jit
-def group_of(values, index: tl.constexpr, splits: tl.constexpr):
-    """One group of a block, [S, N, 1]."""
-    last: tl.constexpr = 1 if splits == 1 else 2
-    if values.shape[last] == 1:
-        return values
+def load_groups(
+    pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr, splits: tl.constexpr
+):
+    """A tile for each group in the block of each split. Tiles of one number per column need no exchange of layouts."""
+    first = block * (parts * span)
+    if pointers.dtype.element_ty == tl.uint8:  # "mxfp4"
+        words = pointers.to(tl.pointer_type(tl.int32), bitcast=True)
+        return (load_group(words, first, size, is_column, parts * span, splits),)
+    elif group >= parts * span:
+        return (load_group(pointers, first, size, is_column, group, splits),)
+    elif group * 2 == parts * span:
+        return (
+            load_group(pointers, first, size, is_column, group, splits),
+            load_group(pointers, first + group, size, is_column, group, splits),
+        )
     else:
-        is_it = by_column(tl.arange(0, values.shape[last]) == index, splits)
-        return tl.sum(tl.where(is_it, values, 0.0), last, keep_dims=True)
+        return (
+            load_group(pointers, first, size, is_column, group, splits),
+            load_group(pointers, first + group, size, is_column, group, splits),
+            load_group(pointers, first + 2 * group, size, is_column, group, splits),
+            load_group(pointers, first + 3 * group, size, is_column, group, splits),
+        )
+
+
+@triton.jit
+def group_scale(scales, form: tl.constexpr, index: tl.constexpr):
+    """One of the scales that `load_groups` found, in float32."""
+    if form == "mxfp4":
+        exponent = scales[0] << (23 - 8 * index) if index < 3 else scales[0] >> 1
+        return (exponent & 0x7F800000).to(tl.float32, bitcast=True)
+    else:
+        return scale_of(scales[index], form)
 
 
 @triton.jit
@@ -178,7 +198,7 @@ def multiply_words(
         words = tl.load(by_row(words_row, splits) + words_place, mask=is_word, other=0)
         next_scale = load_groups(scales, block + splits, size, is_column, parts, span, group, splits)
         if has_zero:
-            zero = load_groups(zeros, block, size, is_column, parts, span, group, splits).to(tl.float32)
+            zero = load_groups(zeros, block, size, is_column, parts, span, group, splits)
         for begin in tl.static_range(0, parts, per_group):
             sums = tl.zeros(total.shape, tl.float32)
             for part in tl.static_range(begin, begin + per_group):
@@ -201,9 +221,9 @@ def multiply_words(
                     part_sum = tl.sum(x.to(tl.float32), 0 if splits == 1 else 1, keep_dims=True)
                     x_sum = part_sum if part == begin else x_sum + part_sum
             if has_zero:
-                sums -= group_of(zero, begin // per_group, splits) * x_sum
+                sums -= zero[begin // per_group].to(tl.float32) * x_sum
             if is_scaled:
-                sums *= group_of(scale_of(scale, form), begin // per_group, splits)
+                sums *= group_scale(scale, form, begin // per_group)
             if is_scaled or has_zero:
                 total += sums
         scale = next_scale
