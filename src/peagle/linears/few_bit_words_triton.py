@@ -200,7 +200,7 @@ def multiply_words(
         if has_zero:
             zero = load_groups(zeros, block, size, is_column, parts, span, group, splits)
         for begin in tl.static_range(0, parts, per_group):
-            sums = tl.zeros(total.shape, tl.float32)
+            sums, x_sum = tl.zeros(total.shape, tl.float32), 0.0
             for part in tl.static_range(begin, begin + per_group):
                 place = by_split((block * parts + part) * span, splits) + by_row(inner, splits)
                 is_input = by_column(is_row, splits) & ((place < size) | is_even)
@@ -218,8 +218,7 @@ def multiply_words(
                 else:
                     total = tl.dot(weight, x, total)
                 if has_zero:
-                    part_sum = tl.sum(x.to(tl.float32), 0 if splits == 1 else 1, keep_dims=True)
-                    x_sum = part_sum if part == begin else x_sum + part_sum
+                    x_sum += tl.sum(x.to(tl.float32), 0 if splits == 1 else 1, keep_dims=True)
             if has_zero:
                 sums -= zero[begin // per_group].to(tl.float32) * x_sum
             if is_scaled:
