@@ -95,6 +95,39 @@ def test_products_are_those_of_the_dequantized_weight(form: str, shape: tuple[in
         torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("form", "group", "splits", "activation"),
+    [
+        ("int4", 64, 1, None),
+        ("int4", 128, 1, "silu"),
+        ("int8", 128, 2, None),
+        ("int8", 0, 1, "silu"),
+        ("fp8", 0, 1, None),
+        ("mxfp4", 32, 1, "silu"),
+        ("mxfp4", 32, 8, None),
+    ],
+)
+def test_warps_that_split_inputs_and_warps_that_share_columns_agree(
+    form: str, group: int, splits: int, activation: str | None
+) -> None:
+    from peagle.linears.few_bit_triton import FewBitTiling, few_bit_product_triton
+
+    weight = few_bit(32, 320, form)
+    if form.startswith("int") and group:
+        num_groups, draw = -(-320 // group), torch.Generator().manual_seed(1)
+        scale = (torch.rand(32, num_groups, generator=draw) + 0.5).to(DEVICE) / 100
+        zero = torch.randint(-3, 4, (32, num_groups), generator=draw).to(DEVICE, torch.int8)
+        weight = weight._replace(group=group, scale=scale, zero=zero)
+    x = rows(9, 320)
+    expected = product(x, weight)
+    if activation is not None:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = functional.silu(gate) * up
+    tiling = FewBitTiling(16, splits, num_warps=splits, num_stages=2, rows=8)
+    found = few_bit_product_triton(x, weight, None, None, activation, tiling)
+    torch.testing.assert_close(found.float(), expected, **CLOSE)
+
+
 @every_form
 @pytest.mark.parametrize("num_rows", [2, pytest.param(20, marks=pytest.mark.slow), FEW_BIT_ROWS + 3])
 @pytest.mark.parametrize("activation", [None, "silu", pytest.param("gelu_tanh", marks=pytest.mark.slow)])
@@ -128,6 +161,12 @@ def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -
     torch.testing.assert_close(dequantize(weight).cpu(), values)
     x = rows(num_rows, 384)
     torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
+
+
+@pytest.mark.parametrize("size", [96, 128, 130])
+def test_exponents_of_mxfp4_are_whole_words(size: int) -> None:
+    weight = few_bit(4, size, "mxfp4")
+    assert weight.scale.dtype == torch.uint8 and weight.scale.shape == (4, 4 * -(-size // 128))
 
 
 def test_scales_behind_the_last_group_are_not_read() -> None:

@@ -23,7 +23,8 @@ class FewBitExpertTiling(NamedTuple):
     columns: int
     """Output columns per CTA, of each half."""
     splits: int
-    """Blocks of inputs per loop iteration; each has warps and a sum of its own."""
+    """Blocks of inputs per loop iteration: as many as warps, each with a sum of its own; or 1, whose columns the warps
+    share. Anything between would have warps that do the same."""
     num_warps: int
     num_stages: int
     rows: int
@@ -31,7 +32,7 @@ class FewBitExpertTiling(NamedTuple):
 
 
 def few_bit_expert_tiling(num_pairs: int, num_experts: int, is_gated: bool) -> FewBitExpertTiling:
-    return FewBitExpertTiling(16 if is_gated else 32, 4, 4, 3, 8 if num_pairs <= 4 * num_experts else 16)
+    return FewBitExpertTiling(32 if is_gated else 64, 1, 4, 4, 8 if num_pairs <= 4 * num_experts else 16)
 
 
 def few_bit_expert_products_triton(
@@ -45,11 +46,11 @@ def few_bit_expert_products_triton(
     gate: str,
     alpha: float,
     limit: float,
-    tiling: FewBitExpertTiling | None = None,
+    tilings: tuple[FewBitExpertTiling, FewBitExpertTiling] | None = None,
 ) -> Tensor:
     """The output of each chosen expert times its routing weight, [N, T, D].
 
-    gate_up: a stack of [2I, D]; down: of [D, I].
+    gate_up: a stack of [2I, D]; down: of [D, I]. `tilings` are those of gate_up and of down.
     """
     (num_rows, num_chosen), num_experts = index_NT.shape, len(down.words)
     num_pairs, device = num_rows * num_chosen, x_ND.device
@@ -61,7 +62,7 @@ def few_bit_expert_products_triton(
     ) -> Tensor:
         form, width = FORMS[weight.form], weight.num_outputs // (2 if gate_code else 1)
         y = torch.empty((num_pairs, width), dtype=x.dtype, device=device)
-        own = tiling or few_bit_expert_tiling(num_pairs, num_experts, gate_code > 0)
+        own = tilings[gate_code == 0] if tilings else few_bit_expert_tiling(num_pairs, num_experts, gate_code > 0)
         overlaps = can_overlap(device)
         one, two, three, four = UNPACKING[weight.form]
         _multiply[(num_pairs if order_P is None else num_experts, triton.cdiv(width, own.columns))](

@@ -27,7 +27,8 @@ class FewBitTiling(NamedTuple):
     columns: int
     """Output columns per CTA, of each half."""
     splits: int
-    """Blocks of inputs per loop iteration; each has warps and a sum of its own."""
+    """Blocks of inputs per loop iteration: as many as warps, each with a sum of its own; or 1, whose columns the warps
+    share. Anything between would have warps that do the same."""
     num_warps: int
     num_stages: int
     rows: int = FEW_ROWS
@@ -37,10 +38,9 @@ class FewBitTiling(NamedTuple):
 
 
 def few_bit_tiling(num_rows: int, is_gated: bool) -> FewBitTiling:
-    columns = 16 if is_gated else 32
     if num_rows > 16:
-        return FewBitTiling(columns, 4, 4, 2, 32)
-    return FewBitTiling(columns, 4, 4, 3, 8 if num_rows <= 8 else 16)
+        return FewBitTiling(32 if is_gated else 64, 1, 4, 3, 32)
+    return FewBitTiling(16 if is_gated else 32, 4, 4, 3, 8 if num_rows <= 8 else 16)
 
 
 def few_bit_product_triton(

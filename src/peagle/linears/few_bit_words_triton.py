@@ -112,7 +112,7 @@ def by_column(values, splits: tl.constexpr):
 @triton.jit
 def load_group(pointers, place, size, is_column, group: tl.constexpr, splits: tl.constexpr):
     """What the group of input `place` has one of, [S, N, 1]."""
-    mask = by_row(is_column, splits) & by_split(place < size, splits)
+    mask = by_split(place, splits) < by_row(tl.where(is_column, size, 0), splits)
     return tl.load(by_row(pointers, splits) + by_split(place // group, splits), mask=mask, other=0)
 
 
@@ -180,6 +180,7 @@ def multiply_words(
     per iteration each has its own warps and its own sum; the warps of one split share its columns.
     """
     num_blocks = num_words // span
+    num_own_blocks = tl.where(is_column, ENDLESS if is_even else num_blocks, 0)
     is_whole: tl.constexpr = group >= parts * span
     is_scaled: tl.constexpr = group < ENDLESS
     per_group: tl.constexpr = parts if is_whole else group // span
@@ -194,7 +195,7 @@ def multiply_words(
     for first in range(0, num_blocks, splits):
         block = first + split
         words_place = by_split(block * span, splits) + by_column(inner, splits)
-        is_word = by_row(is_column, splits) & by_split((block < num_blocks) | is_even, splits)
+        is_word = by_split(block, splits) < by_row(num_own_blocks, splits)
         words = tl.load(by_row(words_row, splits) + words_place, mask=is_word, other=0)
         next_scale = load_groups(scales, block + splits, size, is_column, parts, span, group, splits)
         if has_zero:
