@@ -1,18 +1,22 @@
 """Time products with weights in 4 or 8 bits, of linear layers and of experts, against bfloat16. Needs a GPU.
 
     python benchmarks/few_bit.py [--weights 4096x4096 28672x4096g] [--experts gpt-oss] [--forms int4] [--rows 1 8 64]
-        [--tilings]
+        [--tilings] [--seconds 300]
 
 A weight is output columns x input columns; g gates its halves. Each time is microseconds per product, in a CUDA graph
 of so many weights that they do not fit into the L2 cache, with the share of the bandwidth limit of the bytes read.
-Torch's own products follow, without gate and routing. `--tilings` searches other tilings, one property after the other,
-and ends with a table of the fastest. Kernels are compiled in many processes first.
+Torch's own products follow, without gate and routing. `--tilings` searches other tilings instead, one property after
+the other, and ends with a table of the fastest, also after `--seconds` or on SIGTERM. Kernels are compiled in many
+processes first.
 """
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from multiprocessing.pool import Pool
@@ -49,7 +53,10 @@ STAGES = (2, 3, 4, 5)
 AHEAD = (0, 256, 1024)
 MOST_INPUTS = 96 << 10
 """Bytes of inputs per loop iteration: two of them and the words have to fit into shared memory."""
-NUM_ROUNDS = 3
+NUM_ROUNDS = 4
+HEADER = f"{'weight':>14} {'form':>9} {'rows':>5} {'us':>8} {'limit':>6}"
+AT_A_TIME = 128
+"""Kernels to compile before they are timed."""
 WEIGHTS = ("6144x4096", "4096x4096", "28672x4096g", "4096x14336")  # Llama 8B
 LINEAR_FORMS = ("int4", "int8", "fp8")
 
@@ -90,43 +97,66 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--forms", nargs="+", default=["bfloat16", *FORMS], choices=["bfloat16", *FORMS])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--tilings", action="store_true")
+    parser.add_argument("--seconds", type=int, default=0, help="to stop after (0: never)")
     arguments = parser.parse_args(argv)
-    of_linears = ((name, ("bfloat16", *LINEAR_FORMS)) for name in arguments.weights)
-    of_experts = ((name, ("bfloat16", *EXPERTS[name].forms)) for name in arguments.experts)
-    cases = [
-        Case(name, form, num_rows)
-        for name, forms in (*of_linears, *of_experts)
-        for form, num_rows in itertools.product(forms, arguments.rows)
-        if form in arguments.forms
-    ]
+    is_over = threading.Event()
+    for signal_number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: is_over.set())
+    signal.alarm(arguments.seconds)
+    cases = in_turn(
+        [
+            Case(name, form, num_rows)
+            for name, forms in every
+            for form, num_rows in itertools.product(forms, arguments.rows)
+            if form in arguments.forms
+        ]
+        for every in (
+            [(name, ("bfloat16", *LINEAR_FORMS)) for name in arguments.weights],
+            [(name, ("bfloat16", *EXPERTS[name].forms)) for name in arguments.experts],
+        )
+    )
     bandwidth = measure_bandwidth(torch.device("cuda"))["bytes_per_second"]
+    found: dict[Case, list[Timing]] = {case: [] for case in cases}
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
-        found = timings({case: [used_tiling(case)] for case in cases}, pool)
-        print(f"{'weight':>14} {'form':>9} {'rows':>5} {'us':>8} {'limit':>6}", flush=True)
-        for case in cases:
+        time_tilings(found, {case: [used_tiling(case)] for case in cases}, pool, is_over)
+        used = {case: times[0].seconds for case, times in found.items() if times}
+        print(HEADER, flush=True)
+        for case in sorted(cases):
             for timing in found[case]:
                 print(line(case, timing, bandwidth), flush=True)
-            for name, torch_products in torch_ways(case):
-                try:
-                    calls, num_bytes = torch_products(case)
-                    timing = Timing(seconds_of(calls, None), num_bytes, None)
-                    print(f"{line(case, timing, bandwidth)}  {name}", flush=True)
-                except Exception as error:  # not in this torch, or not for this GPU
-                    print(f"{case} {name}: {str(error).splitlines()[0]}", flush=True)
+            if not (arguments.tilings or is_over.is_set()):
+                time_torch(case, bandwidth)
         if not arguments.tilings:
             return
-        found = {case: times for case, times in found.items() if times and case.form != "bfloat16"}
-        used = {case: times[0].seconds for case, times in found.items()}
+        searched = [case for case in cases if case.form != "bfloat16"]
         for number in range(NUM_ROUNDS):
-            best = {case: min(times) for case, times in found.items()}
-            wanted = {case: list(others(case, best[case].tiling, number)) for case in found}
-            for case, times in timings(wanted, pool, best).items():
-                found[case] += times
-        print(f"{'weight':>14} {'form':>9} {'rows':>5} {'us':>8} {'limit':>6}  as used  fastest tiling", flush=True)
-        for case, times in found.items():
-            fastest = min(times)
-            text = " ".join(str(tuple(own)) for own in (fastest.tiling if case.name in EXPERTS else [fastest.tiling]))
-            print(f"{line(case, fastest, bandwidth)} {used[case] * 1e6:>8.2f}  {text}", flush=True)
+            wanted = {case: list(others(case, fastest_of(case, found).tiling, number)) for case in searched}
+            time_tilings(found, wanted, pool, is_over)
+    print(f"{HEADER}  as used  fastest tiling", flush=True)
+    for case in sorted(case for case in searched if found[case]):
+        fastest = min(found[case])
+        text = " ".join(str(tuple(own)) for own in (fastest.tiling if case.name in EXPERTS else [fastest.tiling]))
+        print(f"{line(case, fastest, bandwidth)} {used.get(case, math.inf) * 1e6:>8.2f}  {text}", flush=True)
+
+
+def in_turn(lists: Iterator[list[Case]]) -> list[Case]:
+    """All cases, so that the first part of the whole has the same part of each list."""
+    places = [((place + 0.5) / len(cases), case) for cases in lists for place, case in enumerate(cases)]
+    return [case for _, case in sorted(places)]
+
+
+def fastest_of(case: Case, found: dict[Case, list[Timing]]) -> Timing:
+    return min(found[case], default=Timing(math.inf, 0, used_tiling(case)))
+
+
+def time_torch(case: Case, bandwidth: float) -> None:
+    for name, torch_products in torch_ways(case):
+        try:
+            calls, num_bytes = torch_products(case)
+            timing = Timing(seconds_of(calls, math.inf), num_bytes, None)
+            print(f"{line(case, timing, bandwidth)}  {name}", flush=True)
+        except Exception as error:  # not in this torch, or not for this GPU
+            print(f"{case} {name}: {str(error).splitlines()[0]}", flush=True)
 
 
 def line(case: Case, timing: Timing, bandwidth: float) -> str:
@@ -141,57 +171,59 @@ def used_tiling(case: Case) -> Any:
     if case.name in EXPERTS:
         experts = EXPERTS[case.name]
         num_pairs = case.num_rows * experts.num_chosen
-        return tuple(few_bit_expert_tiling(num_pairs, experts.num_experts, is_gated) for is_gated in (True, False))
-    return few_bit_tiling(case.num_rows, shape_of(case.name)[2])
+        sizes = (experts.width, True), (experts.inner, False)
+        return tuple(few_bit_expert_tiling(num_pairs, experts.num_experts, *own) for own in sizes)
+    num_outputs, size, is_gated = shape_of(case.name)
+    return few_bit_tiling(case.form, num_outputs, size, case.num_rows, is_gated)
 
 
 def others(case: Case, best: Any, number: int) -> Iterator[Any]:
     """Tilings to try in a round: layouts, then stages, then words to prefetch; for experts, layouts of each product,
-    then stages."""
+    then stages of each."""
     is_few = case.num_rows <= 8
     if case.name in EXPERTS:
-        if number == 2:
-            for one, two in itertools.product(STAGES, STAGES):
-                yield best[0]._replace(num_stages=one), best[1]._replace(num_stages=two)
-            return
-        for (tile, splits, num_warps), rows in itertools.product(LAYOUTS, (8,) if is_few else (8, 16)):
-            own = FewBitExpertTiling(tile // 2 if number == 0 else tile, splits, num_warps, 3, rows)
-            yield (own, best[1]) if number == 0 else (best[0], own)
+        which = number % 2
+        tilings = [best[which]._replace(num_stages=num_stages) for num_stages in STAGES]
+        if number < 2:
+            layouts = itertools.product(LAYOUTS, (8,) if is_few else (8, 16))
+            tilings = [FewBitExpertTiling(tile // (2 - which), *own, 3, rows) for (tile, *own), rows in layouts]
+        yield from ((own, best[1]) if which == 0 else (best[0], own) for own in tilings)
     elif number == 0:
         for (tile, splits, num_warps), rows in itertools.product(LAYOUTS, (8,) if is_few else (32, 64)):
             if splits * FORMS[case.form].block * rows * 2 <= MOST_INPUTS:
                 yield FewBitTiling(tile // 2 if shape_of(case.name)[2] else tile, splits, num_warps, 3, rows)
     elif number == 1:
         yield from (best._replace(num_stages=num_stages) for num_stages in STAGES)
-    else:
+    elif number == 2:
         yield from (best._replace(ahead=ahead) for ahead in AHEAD)
 
 
-def timings(
-    wanted: dict[Case, list[Any]], pool: Pool, best: dict[Case, Timing] | None = None
-) -> dict[Case, list[Timing]]:
-    """Each case with each of its tilings; those that do not fit the GPU are left out."""
-    pool.map(compile_product, {small(case, tiling) for case in wanted for tiling in wanted[case]}, chunksize=1)
-    found: dict[Case, list[Timing]] = {case: [] for case in wanted}
-    for case, times in found.items():
-        for tiling in wanted[case]:
-            known = [*times, *([best[case]] if best else [])]
+def time_tilings(
+    found: dict[Case, list[Timing]], wanted: dict[Case, list[Any]], pool: Pool, is_over: threading.Event
+) -> None:
+    """Add a timing of each case with each of its tilings that is new and fits the GPU."""
+    new = [(case, tiling) for case in wanted for tiling in wanted[case] if all(tiling != own[2] for own in found[case])]
+    for first in range(0, len(new), AT_A_TIME):
+        some = new[first : first + AT_A_TIME]
+        compiled = pool.map_async(compile_product, {small(case, tiling) for case, tiling in some}, chunksize=1)
+        while not (compiled.ready() or is_over.is_set()):
+            compiled.wait(0.1)
+        for case, tiling in some:
+            if is_over.is_set():
+                return
             try:
                 calls, num_bytes = products(case, tiling)
-                seconds = seconds_of(calls, min(known).seconds if known else None)
+                found[case].append(Timing(seconds_of(calls, fastest_of(case, found).seconds), num_bytes, tiling))
             except Exception as error:
                 print(f"{case} {tiling}: {str(error).splitlines()[0]}", flush=True)
-                continue
-            times.append(Timing(seconds, num_bytes, tiling))
-    return found
 
 
-def seconds_of(calls: Sequence[Callable[[], Any]], best: float | None) -> float:
+def seconds_of(calls: Sequence[Callable[[], Any]], best: float) -> float:
     """Seconds per call."""
     replay = capture(lambda: [call() for call in calls], torch.cuda.graph_pool_handle())
     replay_seconds(replay, 1)
     seconds = replay_seconds(replay, 1) / len(calls)
-    if best is not None and seconds > HOPELESS * best:
+    if seconds > HOPELESS * best:
         return seconds
     return min(replay_seconds(replay, NUM_REPLAYS) for _ in range(NUM_TRIES)) / len(calls)
 
@@ -218,7 +250,7 @@ def shape_of(name: str) -> tuple[int, int, bool]:
     return int(columns), int(size), name.endswith("g")
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def weights_of(shapes: tuple[tuple[int, ...], ...], form: str, num_sets: int | None = None) -> list[tuple[Any, ...]]:
     """Sets of weights, by default so many that they do not fit into the L2 cache."""
     one = tuple(random_weight(shape, form) for shape in shapes)

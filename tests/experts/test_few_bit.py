@@ -85,7 +85,7 @@ def test_each_product_has_a_tiling_of_its_own(runs_kernels: None, monkeypatch: p
     expected = plain_experts(module, torch.float32)(*rows_for(1))
     gated: list[bool] = []
 
-    def tiling(num_pairs: int, num_experts: int, is_gated: bool) -> few_bit_triton.FewBitExpertTiling:
+    def tiling(num_pairs: int, num_experts: int, size: int, is_gated: bool) -> few_bit_triton.FewBitExpertTiling:
         gated.append(is_gated)
         splits = 1 if is_gated else 2
         return few_bit_triton.FewBitExpertTiling(16 * splits, splits, splits, num_stages=2, rows=8)

@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, in float32.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +131,29 @@ def test_warps_that_split_inputs_and_warps_that_share_columns_agree(
     tiling = FewBitTiling(16, splits, num_warps=splits, num_stages=2, rows=8)
     found = few_bit_product_triton(x, weight, None, None, activation, tiling)
     torch.testing.assert_close(found.float(), expected, **CLOSE)
+
+
+@every_form
+@pytest.mark.parametrize("shared_kib", [100, 228])
+def test_usual_tilings_fit_the_gpu(form: str, shared_kib: int) -> None:
+    from peagle.linears.few_bit_triton import few_bit_tiling, most_stages
+
+    for num_outputs, size in ((576, 576), (4096, 14336), (6144, 4096), (28672, 4096)):
+        for num_rows, is_gated in itertools.product((1, 8, 16, 32, FEW_BIT_ROWS), (False, True)):
+            tiling = few_bit_tiling(form, num_outputs, size, num_rows, is_gated)
+            assert tiling.splits in (1, tiling.num_warps)
+            assert tiling.rows >= num_rows or num_rows > 32
+            assert most_stages(tiling, form, is_gated, shared_kib << 10) >= (
+                2 if shared_kib == 100 else tiling.num_stages
+            )
+
+
+def test_stages_fit_shared_memory() -> None:
+    from peagle.linears.few_bit_triton import FewBitTiling, most_stages
+
+    tiling = FewBitTiling(32, splits=8, num_warps=8, num_stages=5, rows=8)  # needs 257 KiB: out of resources on an H200
+    assert most_stages(tiling, "int4", False, 228 << 10) == 4
+    assert most_stages(tiling._replace(columns=16), "int4", True, 228 << 10) == 4
 
 
 @every_form

@@ -31,7 +31,10 @@ class FewBitExpertTiling(NamedTuple):
     """Rows per tile; an expert with more rows reads its codes again, from the L2 cache."""
 
 
-def few_bit_expert_tiling(num_pairs: int, num_experts: int, is_gated: bool) -> FewBitExpertTiling:
+def few_bit_expert_tiling(num_pairs: int, num_experts: int, size: int, is_gated: bool) -> FewBitExpertTiling:
+    """Warps share columns, and split the inputs only where few CTAs take many: one row of GPT-OSS (docs/log.md)."""
+    if num_pairs <= 4 and size > 2048:
+        return FewBitExpertTiling(16 if is_gated else 32, 4, 4, 3, 8)
     return FewBitExpertTiling(32 if is_gated else 64, 1, 4, 4, 8 if num_pairs <= 4 * num_experts else 16)
 
 
@@ -62,7 +65,8 @@ def few_bit_expert_products_triton(
     ) -> Tensor:
         form, width = FORMS[weight.form], weight.num_outputs // (2 if gate_code else 1)
         y = torch.empty((num_pairs, width), dtype=x.dtype, device=device)
-        own = tilings[gate_code == 0] if tilings else few_bit_expert_tiling(num_pairs, num_experts, gate_code > 0)
+        usual = few_bit_expert_tiling(num_pairs, num_experts, weight.size, gate_code > 0)
+        own = tilings[gate_code == 0] if tilings else usual
         overlaps = can_overlap(device)
         one, two, three, four = UNPACKING[weight.form]
         _multiply[(num_pairs if order_P is None else num_experts, triton.cdiv(width, own.columns))](

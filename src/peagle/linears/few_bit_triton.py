@@ -37,10 +37,54 @@ class FewBitTiling(NamedTuple):
     """Words of each column to prefetch while the previous kernel ends; a power of two."""
 
 
-def few_bit_tiling(num_rows: int, is_gated: bool) -> FewBitTiling:
-    if num_rows > 16:
-        return FewBitTiling(32 if is_gated else 64, 1, 4, 3, 32)
-    return FewBitTiling(16 if is_gated else 32, 4, 4, 3, 8 if num_rows <= 8 else 16)
+LARGE = 16384
+"""Outputs, gate and up projection together, that make CTAs for all SMs several times over."""
+RESERVED_BYTES = 2 << 10
+"""Shared memory per CTA that is not for iterations in flight: 1 KiB of CUDA's, 1 KiB of the kernel's."""
+
+
+def few_bit_tiling(form: str, num_outputs: int, size: int, num_rows: int, is_gated: bool) -> FewBitTiling:
+    """The tiling for a weight [num_outputs, size] and a number of rows: the fastest that `benchmarks/few_bit.py
+    --tilings` found on an H200 for 1, 8 and 64 rows of the weights of Llama 8B (docs/log.md)."""
+    both = (
+        _few_rows(form, num_outputs, size, num_rows)
+        if num_rows <= FEW_ROWS
+        else _many_rows(form, num_outputs, num_rows)
+    )
+    return both._replace(columns=both.columns // 2) if is_gated else both
+
+
+def _few_rows(form: str, num_outputs: int, size: int, num_rows: int) -> FewBitTiling:
+    """Columns are those of both halves."""
+    rows, has_4_bits = 8 if num_rows <= 8 else FEW_ROWS, FORMS[form].bits == 4
+    if num_outputs >= LARGE:
+        return FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(32, 4, 4, 3, rows)
+    if has_4_bits and num_outputs <= 4096:
+        return FewBitTiling(32, 8, 8, 3, rows, ahead=256)
+    if has_4_bits or size > 8192:
+        return FewBitTiling(16, 4, 4, 4, rows, ahead=256 if has_4_bits else 0)
+    return FewBitTiling(16, 4, 4, 5, rows, ahead=256)
+
+
+def _many_rows(form: str, num_outputs: int, num_rows: int) -> FewBitTiling:
+    has_4_bits = FORMS[form].bits == 4
+    if num_outputs >= LARGE:
+        rows = 32 if num_rows <= 32 else 64
+        return (
+            FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(128, 1, 8, 4 if form == "fp8" else 3, rows)
+        )
+    if num_outputs <= 4096:
+        return FewBitTiling(32, 2, 2, 3, 32) if has_4_bits else FewBitTiling(32, 4, 4, 3, 32, ahead=256)
+    if form == "fp8":
+        return FewBitTiling(32, 4, 4, 2, 32)
+    return FewBitTiling(64, 1, 4, 4, 32, ahead=256) if has_4_bits else FewBitTiling(32, 2, 2, 4, 32, ahead=256)
+
+
+def most_stages(tiling: FewBitTiling, form: str, is_gated: bool, shared_bytes: int) -> int:
+    """Stages that fit into the shared memory of an SM. All but one hold the words and inputs of an iteration."""
+    columns, (_, span) = tiling.columns * (2 if is_gated else 1), FORMS[form]
+    per_stage = 2 * tiling.splits * (columns * span + tiling.rows * FORMS[form].block)
+    return 1 + (shared_bytes - RESERVED_BYTES) // per_stage
 
 
 def few_bit_product_triton(
@@ -54,7 +98,12 @@ def few_bit_product_triton(
     """residual + linear(x), or activation(gate) * up."""
     (num_rows, size), num_wide = x_MK.shape, weight.num_outputs
     num_columns = num_wide if activation is None else num_wide // 2
-    tiling = tiling or few_bit_tiling(num_rows, activation is not None)
+    if tiling is None:
+        tiling = few_bit_tiling(weight.form, num_wide, size, num_rows, activation is not None)
+        if x_MK.is_cuda:
+            shared_bytes = torch.cuda.get_device_properties(x_MK.device).shared_memory_per_multiprocessor
+            most = most_stages(tiling, weight.form, activation is not None, shared_bytes)
+            tiling = tiling._replace(num_stages=min(tiling.num_stages, most))
     y_MN = torch.empty((num_rows, num_columns), dtype=x_MK.dtype, device=x_MK.device)
     overlaps = can_overlap(x_MK.device)
     form, num_words = FORMS[weight.form], weight.words.shape[1]
