@@ -2,9 +2,9 @@
 
 As in `skinny_linear_triton`, each CTA takes some output columns and streams their words once.
 
-A product over few words is a short chain of waits: for a word, for its number, for the sum so far. So for few rows each
-warp takes every S-th block of inputs and sums on its own; the sums are added at the end. For many rows the warps share
-the columns instead, and the inputs. Scales are loaded one iteration ahead.
+A product over few words is a chain of waits: for a word, for its number, for the sum so far. Where CTAs are few, each
+warp takes every S-th block of inputs and sums on its own; the sums are added at the end. Where CTAs or rows are many,
+the warps share the columns instead, and the inputs. Scales are loaded one iteration ahead.
 
 Shapes: M rows, N output columns, K inputs, S splits.
 """
@@ -46,11 +46,10 @@ RESERVED_BYTES = 2 << 10
 def few_bit_tiling(form: str, num_outputs: int, size: int, num_rows: int, is_gated: bool) -> FewBitTiling:
     """The tiling for a weight [num_outputs, size] and a number of rows: the fastest that `benchmarks/few_bit.py
     --tilings` found on an H200 for 1, 8 and 64 rows of the weights of Llama 8B (docs/log.md)."""
-    both = (
-        _few_rows(form, num_outputs, size, num_rows)
-        if num_rows <= FEW_ROWS
-        else _many_rows(form, num_outputs, num_rows)
-    )
+    if num_rows <= FEW_ROWS:
+        both = _few_rows(form, num_outputs, size, num_rows)
+    else:
+        both = _many_rows(form, num_outputs, num_rows)
     return both._replace(columns=both.columns // 2) if is_gated else both
 
 
@@ -69,10 +68,8 @@ def _few_rows(form: str, num_outputs: int, size: int, num_rows: int) -> FewBitTi
 def _many_rows(form: str, num_outputs: int, num_rows: int) -> FewBitTiling:
     has_4_bits = FORMS[form].bits == 4
     if num_outputs >= LARGE:
-        rows = 32 if num_rows <= 32 else 64
-        return (
-            FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(128, 1, 8, 4 if form == "fp8" else 3, rows)
-        )
+        rows, num_stages = 32 if num_rows <= 32 else 64, 4 if form == "fp8" else 3
+        return FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(128, 1, 8, num_stages, rows)
     if num_outputs <= 4096:
         return FewBitTiling(32, 2, 2, 3, 32) if has_4_bits else FewBitTiling(32, 4, 4, 3, 32, ahead=256)
     if form == "fp8":
