@@ -236,10 +236,10 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
 
 @pytest.mark.gpu
 @every_form
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2880, 2880), (5376, 8192)])
+@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (4096, 14336), (2880, 2880), (5376, 8192)])
 def test_products_at_true_widths(form: str, shape: tuple[int, int]) -> None:
     weight = few_bit(*shape, form)
-    for num_rows in (1, 8, 64, 65):
+    for num_rows in (1, 8, 16, 32, 64, 65):
         x = rows(num_rows, shape[1])
         torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
         gate, up = product(x, weight).chunk(2, dim=-1)
