@@ -77,6 +77,24 @@ def test_every_family_computes_with_the_dequantized_weights(family: str, form: s
     assert difference < {"int8": 0.05, "fp8": 0.1}.get(form, 0.35), "nothing is in the wrong place"
 
 
+def test_each_product_has_a_tiling_of_its_own(runs_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peagle.experts import few_bit_triton
+
+    module = experts_of("gpt-oss")
+    quantize_experts(module, "mxfp4")
+    expected = plain_experts(module, torch.float32)(*rows_for(1))
+    gated: list[bool] = []
+
+    def tiling(num_pairs: int, num_experts: int, size: int, is_gated: bool) -> few_bit_triton.FewBitExpertTiling:
+        gated.append(is_gated)
+        splits = 1 if is_gated else 2
+        return few_bit_triton.FewBitExpertTiling(16 * splits, splits, splits, num_stages=2, rows=8)
+
+    monkeypatch.setattr(few_bit_triton, "few_bit_expert_tiling", tiling)
+    torch.testing.assert_close(module(*rows_for(1)), expected, atol=1e-4, rtol=1e-4)
+    assert gated == [True, False]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
 def test_on_a_cpu_the_models_own_code_runs(family: str, form: str) -> None:

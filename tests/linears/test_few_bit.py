@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, in float32.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +97,65 @@ def test_products_are_those_of_the_dequantized_weight(form: str, shape: tuple[in
         torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("form", "group", "splits", "activation"),
+    [
+        ("int4", 64, 1, None),
+        ("int4", 128, 1, "silu"),
+        ("int8", 128, 2, None),
+        ("int8", 0, 1, "silu"),
+        ("fp8", 0, 1, None),
+        ("mxfp4", 32, 1, "silu"),
+        ("mxfp4", 32, 8, None),
+    ],
+)
+def test_warps_that_split_inputs_and_warps_that_share_columns_agree(
+    form: str, group: int, splits: int, activation: str | None
+) -> None:
+    from peagle.linears.few_bit_triton import FewBitTiling, few_bit_product_triton
+
+    weight = few_bit(32, 320, form)
+    if form.startswith("int") and group:
+        num_groups, draw = -(-320 // group), torch.Generator().manual_seed(1)
+        scale = (torch.rand(32, num_groups, generator=draw) + 0.5).to(DEVICE) / 100
+        zero = torch.randint(-3, 4, (32, num_groups), generator=draw).to(DEVICE, torch.int8)
+        weight = weight._replace(group=group, scale=scale, zero=zero)
+    x = rows(9, 320)
+    if form == "mxfp4":  # exponents on both sides of 128
+        weight, x = weight._replace(scale=weight.scale + 7), x / 128
+        assert bool((weight.scale >= 128).any()) and bool((weight.scale < 128).any())
+    expected = product(x, weight)
+    if activation is not None:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = functional.silu(gate) * up
+    tiling = FewBitTiling(16, splits, num_warps=splits, num_stages=2, rows=8)
+    found = few_bit_product_triton(x, weight, None, None, activation, tiling)
+    torch.testing.assert_close(found.float(), expected, **CLOSE)
+
+
+@every_form
+@pytest.mark.parametrize("shared_kib", [100, 228])
+def test_usual_tilings_fit_the_gpu(form: str, shared_kib: int) -> None:
+    from peagle.linears.few_bit_triton import few_bit_tiling, most_stages
+
+    for num_outputs, size in ((576, 576), (4096, 14336), (6144, 4096), (28672, 4096)):
+        for num_rows, is_gated in itertools.product((1, 8, 16, 32, FEW_BIT_ROWS), (False, True)):
+            tiling = few_bit_tiling(form, num_outputs, size, num_rows, is_gated)
+            assert tiling.splits in (1, tiling.num_warps)
+            assert tiling.rows >= num_rows or num_rows > 32
+            assert most_stages(tiling, form, is_gated, shared_kib << 10) >= (
+                2 if shared_kib == 100 else tiling.num_stages
+            )
+
+
+def test_stages_fit_shared_memory() -> None:
+    from peagle.linears.few_bit_triton import FewBitTiling, most_stages
+
+    tiling = FewBitTiling(32, splits=8, num_warps=8, num_stages=5, rows=8)  # needs 257 KiB: out of resources on an H200
+    assert most_stages(tiling, "int4", False, 228 << 10) == 4
+    assert most_stages(tiling._replace(columns=16), "int4", True, 228 << 10) == 4
+
+
 @every_form
 @pytest.mark.parametrize("num_rows", [2, pytest.param(20, marks=pytest.mark.slow), FEW_BIT_ROWS + 3])
 @pytest.mark.parametrize("activation", [None, "silu", pytest.param("gelu_tanh", marks=pytest.mark.slow)])
@@ -128,6 +189,12 @@ def test_zeros_and_groups_of_other_sizes(form: str, group: int, num_rows: int) -
     torch.testing.assert_close(dequantize(weight).cpu(), values)
     x = rows(num_rows, 384)
     torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
+
+
+@pytest.mark.parametrize("size", [96, 128, 130])
+def test_exponents_of_mxfp4_are_whole_words(size: int) -> None:
+    weight = few_bit(4, size, "mxfp4")
+    assert weight.scale.dtype == torch.uint8 and weight.scale.shape == (4, 4 * -(-size // 128))
 
 
 def test_scales_behind_the_last_group_are_not_read() -> None:
@@ -169,10 +236,10 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
 
 @pytest.mark.gpu
 @every_form
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2880, 2880), (5376, 8192)])
+@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (4096, 14336), (2880, 2880), (5376, 8192)])
 def test_products_at_true_widths(form: str, shape: tuple[int, int]) -> None:
     weight = few_bit(*shape, form)
-    for num_rows in (1, 8, 64, 65):
+    for num_rows in (1, 8, 16, 32, 64, 65):
         x = rows(num_rows, shape[1])
         torch.testing.assert_close(linear(x, weight).float(), product(x, weight), **CLOSE)
         gate, up = product(x, weight).chunk(2, dim=-1)

@@ -22,15 +22,20 @@ from peagle.linears.few_bit_words_triton import ENDLESS, UNPACKING, halves_of, m
 class FewBitExpertTiling(NamedTuple):
     columns: int
     """Output columns per CTA, of each half."""
+    splits: int
+    """Blocks of inputs per loop iteration: as many as warps, each with a sum of its own; or 1, whose columns the warps
+    share. Anything between would have warps that do the same."""
     num_warps: int
-    """Blocks of inputs per loop iteration, one per warp."""
     num_stages: int
     rows: int
     """Rows per tile; an expert with more rows reads its codes again, from the L2 cache."""
 
 
-def few_bit_expert_tiling(num_pairs: int, num_experts: int, is_gated: bool) -> FewBitExpertTiling:
-    return FewBitExpertTiling(16 if is_gated else 32, 4, 3, 8 if num_pairs <= 4 * num_experts else 16)
+def few_bit_expert_tiling(num_pairs: int, num_experts: int, size: int, is_gated: bool) -> FewBitExpertTiling:
+    """Warps share columns, and split the inputs only where few CTAs take many: one row of GPT-OSS (docs/log.md)."""
+    if num_pairs <= 4 and size > 2048:
+        return FewBitExpertTiling(16 if is_gated else 32, 4, 4, 3, 8)
+    return FewBitExpertTiling(32 if is_gated else 64, 1, 4, 4, 8 if num_pairs <= 4 * num_experts else 16)
 
 
 def few_bit_expert_products_triton(
@@ -44,11 +49,11 @@ def few_bit_expert_products_triton(
     gate: str,
     alpha: float,
     limit: float,
-    tiling: FewBitExpertTiling | None = None,
+    tilings: tuple[FewBitExpertTiling, FewBitExpertTiling] | None = None,
 ) -> Tensor:
     """The output of each chosen expert times its routing weight, [N, T, D].
 
-    gate_up: a stack of [2I, D]; down: of [D, I].
+    gate_up: a stack of [2I, D]; down: of [D, I]. `tilings` are those of gate_up and of down.
     """
     (num_rows, num_chosen), num_experts = index_NT.shape, len(down.words)
     num_pairs, device = num_rows * num_chosen, x_ND.device
@@ -60,7 +65,8 @@ def few_bit_expert_products_triton(
     ) -> Tensor:
         form, width = FORMS[weight.form], weight.num_outputs // (2 if gate_code else 1)
         y = torch.empty((num_pairs, width), dtype=x.dtype, device=device)
-        own = tiling or few_bit_expert_tiling(num_pairs, num_experts, gate_code > 0)
+        usual = few_bit_expert_tiling(num_pairs, num_experts, weight.size, gate_code > 0)
+        own = tilings[gate_code == 0] if tilings else usual
         overlaps = can_overlap(device)
         one, two, three, four = UNPACKING[weight.form]
         _multiply[(num_pairs if order_P is None else num_experts, triton.cdiv(width, own.columns))](
@@ -95,8 +101,8 @@ def few_bit_expert_products_triton(
             parts=form.num_parts,
             span=form.span,
             group=weight.group if weight.group < weight.size else ENDLESS,
-            is_even=x.shape[1] % (form.block * own.num_warps) == 0,
-            warps=own.num_warps,
+            is_even=x.shape[1] % (form.block * own.splits) == 0,
+            splits=own.splits,
             overlaps=overlaps,
             is_native=x.is_cuda,
             one=one,
@@ -148,7 +154,7 @@ def _multiply(
     span: tl.constexpr,
     group: tl.constexpr,
     is_even: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     overlaps: tl.constexpr,
     is_native: tl.constexpr,
     one: tl.constexpr,
@@ -176,7 +182,7 @@ def _multiply(
         inputs = x_ptr + (pair // divisor).to(tl.int64) * size
         total = multiply_words(
             words_row, inputs, scales, scales, is_wide, is_row, num_words, size,
-            form, parts, span, group, False, is_even, warps, is_native, one, two, three, four,
+            form, parts, span, group, False, is_even, splits, is_native, one, two, three, four,
         )  # fmt: skip
         if has_bias:
             total += tl.load(biases, mask=is_wide, other=0.0).to(tl.float32)[:, None]

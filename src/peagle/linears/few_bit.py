@@ -2,7 +2,7 @@
 
 A weight is `(code - zero) * scale`. Codes are packed into 16-bit words, so that a word turns into bfloat16 numbers with
 few instructions: a block of inputs has `span` words per output, and part p of word w is the code of input
-p * span + w of the block.
+p * span + w of the block. The parts of a word follow each other, but for "mxfp4": `MXFP4_PLACES`.
 
 N outputs, K inputs, G groups of inputs that share a scale, W words per output.
 """
@@ -35,6 +35,9 @@ FORMS = {"int4": Form(4, 64), "int8": Form(8, 64), "fp8": Form(8, 64), "mxfp4": 
 """Integers have their zero at the middle code; "fp8" is e4m3; "mxfp4" is e2m1 with a power of two per 32 inputs."""
 MXFP4_GROUP = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_PLACES = ((6, 15), (3, 12), (0, 14), (9, 13))
+"""Of each part, the lowest bit of its magnitude and the bit of its sign. The first part lies where bfloat16 has sign,
+exponent and mantissa; a shift of the whole word puts the second part there."""
 INT4_GROUP = 128
 
 
@@ -50,7 +53,7 @@ class FewBitWeight(NamedTuple):
     words: Tensor
     """[N, W], int16."""
     scale: Tensor
-    """[N, G]; of "mxfp4" the exponents plus 127, in bytes."""
+    """[N, G]; of "mxfp4" the exponents plus 127, in bytes, for whole blocks."""
     zero: Tensor | None = None
     """[N, G], added to the form's own zero; int8."""
 
@@ -75,16 +78,29 @@ def pack_codes(codes_NK: Tensor, form: str) -> Tensor:
     size, block = codes_NK.shape[-1], FORMS[form].block
     padded = functional.pad(codes_NK, (0, -size % block))
     parts = padded.unflatten(-1, (-1, FORMS[form].num_parts, span)).to(torch.int32)
-    words = parts[..., 0, :]
-    for part in range(1, FORMS[form].num_parts):
-        words = words | (parts[..., part, :] << (bits * part))
+    words = torch.zeros_like(parts[..., 0, :])
+    for part in range(FORMS[form].num_parts):
+        codes = parts[..., part, :]
+        if form == "mxfp4":
+            magnitude, sign = MXFP4_PLACES[part]
+            words |= (codes & 7) << magnitude | codes >> 3 << sign
+        else:
+            words |= codes << (bits * part)
     return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16).flatten(-2).contiguous()
+
+
+def pack_exponents(scale_NG: Tensor) -> Tensor:
+    """The scales of "mxfp4", padded to whole blocks: four in 32 bits."""
+    return functional.pad(scale_NG, (0, -scale_NG.shape[-1] % (FORMS["mxfp4"].block // MXFP4_GROUP))).contiguous()
 
 
 def unpack_words(words_NW: Tensor, form: str, size: int) -> Tensor:
     """The codes as bytes, [..., N, K]."""
     bits, span = FORMS[form]
     words = words_NW.unflatten(-1, (-1, 1, span)).to(torch.int32) & 0xFFFF
+    if form == "mxfp4":
+        magnitude, sign = torch.tensor(MXFP4_PLACES, device=words.device, dtype=torch.int32).T[:, :, None]
+        return ((words >> magnitude) & 7 | (words >> sign & 1) << 3).to(torch.uint8).flatten(-3)[..., :size]
     shifts = torch.arange(FORMS[form].num_parts, device=words.device, dtype=torch.int32)[:, None] * bits
     return ((words >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-3)[..., :size]
 
@@ -122,7 +138,7 @@ def quantize(weight_NK: Tensor, form: str) -> FewBitWeight:
     largest = grouped.abs().amax(-1).clamp(min=1e-12)
     if form == "mxfp4":
         exponent = (largest.log2().floor() - 2).clamp(-127, 127)
-        scale, stored = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
+        scale, stored = torch.exp2(exponent), pack_exponents((exponent + 127).to(torch.uint8))
     else:
         limit = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[form]
         stored = scale = (largest / limit).to(torch.bfloat16)

@@ -2,10 +2,11 @@
 
 As in `skinny_linear_triton`, each CTA takes some output columns and streams their words once.
 
-A product over few words is a short chain of waits: for a word, for its number, for the sum so far. So each warp takes
-every S-th block of inputs and sums on its own; the sums are added at the end. Scales are loaded one iteration ahead.
+A product over few words is a chain of waits: for a word, for its number, for the sum so far. Where CTAs are few, each
+warp takes every S-th block of inputs and sums on its own; the sums are added at the end. Where CTAs or rows are many,
+the warps share the columns instead, and the inputs. Scales are loaded one iteration ahead.
 
-Shapes: M rows, N output columns, K inputs, S warps.
+Shapes: M rows, N output columns, K inputs, S splits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,9 +25,11 @@ from peagle.linears.tilings import FEW_ROWS
 
 class FewBitTiling(NamedTuple):
     columns: int
-    """Output columns per CTA."""
+    """Output columns per CTA, of each half."""
+    splits: int
+    """Blocks of inputs per loop iteration: as many as warps, each with a sum of its own; or 1, whose columns the warps
+    share. Anything between would have warps that do the same."""
     num_warps: int
-    """Blocks of inputs per loop iteration, one per warp."""
     num_stages: int
     rows: int = FEW_ROWS
     """Rows per CTA."""
@@ -34,11 +37,51 @@ class FewBitTiling(NamedTuple):
     """Words of each column to prefetch while the previous kernel ends; a power of two."""
 
 
-def few_bit_tiling(num_rows: int, is_gated: bool) -> FewBitTiling:
-    columns = 16 if is_gated else 32
-    if num_rows > 16:
-        return FewBitTiling(columns, 4, 2, 32)
-    return FewBitTiling(columns, 4, 3, 8 if num_rows <= 8 else 16)
+LARGE = 16384
+"""Outputs, gate and up projection together, that make CTAs for all SMs several times over."""
+RESERVED_BYTES = 2 << 10
+"""Shared memory per CTA that is not for iterations in flight: 1 KiB of CUDA's, 1 KiB of the kernel's."""
+
+
+def few_bit_tiling(form: str, num_outputs: int, size: int, num_rows: int, is_gated: bool) -> FewBitTiling:
+    """The tiling for a weight [num_outputs, size] and a number of rows: the fastest that `benchmarks/few_bit.py
+    --tilings` found on an H200 for 1, 8 and 64 rows of the weights of Llama 8B (docs/log.md)."""
+    if num_rows <= FEW_ROWS:
+        both = _few_rows(form, num_outputs, size, num_rows)
+    else:
+        both = _many_rows(form, num_outputs, num_rows)
+    return both._replace(columns=both.columns // 2) if is_gated else both
+
+
+def _few_rows(form: str, num_outputs: int, size: int, num_rows: int) -> FewBitTiling:
+    """Columns are those of both halves."""
+    rows, has_4_bits = 8 if num_rows <= 8 else FEW_ROWS, FORMS[form].bits == 4
+    if num_outputs >= LARGE:
+        return FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(32, 4, 4, 3, rows)
+    if has_4_bits and num_outputs <= 4096:
+        return FewBitTiling(32, 8, 8, 3, rows, ahead=256)
+    if has_4_bits or size > 8192:
+        return FewBitTiling(16, 4, 4, 4, rows, ahead=256 if has_4_bits else 0)
+    return FewBitTiling(16, 4, 4, 5, rows, ahead=256)
+
+
+def _many_rows(form: str, num_outputs: int, num_rows: int) -> FewBitTiling:
+    has_4_bits = FORMS[form].bits == 4
+    if num_outputs >= LARGE:
+        rows, num_stages = 32 if num_rows <= 32 else 64, 4 if form == "fp8" else 3
+        return FewBitTiling(64, 1, 4, 3, rows) if has_4_bits else FewBitTiling(128, 1, 8, num_stages, rows)
+    if num_outputs <= 4096:
+        return FewBitTiling(32, 2, 2, 3, 32) if has_4_bits else FewBitTiling(32, 4, 4, 3, 32, ahead=256)
+    if form == "fp8":
+        return FewBitTiling(32, 4, 4, 2, 32)
+    return FewBitTiling(64, 1, 4, 4, 32, ahead=256) if has_4_bits else FewBitTiling(32, 2, 2, 4, 32, ahead=256)
+
+
+def most_stages(tiling: FewBitTiling, form: str, is_gated: bool, shared_bytes: int) -> int:
+    """Stages that fit into the shared memory of an SM. All but one hold the words and inputs of an iteration."""
+    columns, (_, span) = tiling.columns * (2 if is_gated else 1), FORMS[form]
+    per_stage = 2 * tiling.splits * (columns * span + tiling.rows * FORMS[form].block)
+    return 1 + (shared_bytes - RESERVED_BYTES) // per_stage
 
 
 def few_bit_product_triton(
@@ -52,7 +95,12 @@ def few_bit_product_triton(
     """residual + linear(x), or activation(gate) * up."""
     (num_rows, size), num_wide = x_MK.shape, weight.num_outputs
     num_columns = num_wide if activation is None else num_wide // 2
-    tiling = tiling or few_bit_tiling(num_rows, activation is not None)
+    if tiling is None:
+        tiling = few_bit_tiling(weight.form, num_wide, size, num_rows, activation is not None)
+        if x_MK.is_cuda:
+            shared_bytes = torch.cuda.get_device_properties(x_MK.device).shared_memory_per_multiprocessor
+            most = most_stages(tiling, weight.form, activation is not None, shared_bytes)
+            tiling = tiling._replace(num_stages=min(tiling.num_stages, most))
     y_MN = torch.empty((num_rows, num_columns), dtype=x_MK.dtype, device=x_MK.device)
     overlaps = can_overlap(x_MK.device)
     form, num_words = FORMS[weight.form], weight.words.shape[1]
@@ -81,10 +129,10 @@ def few_bit_product_triton(
         has_bias=bias_N is not None,
         has_residual=residual_MN is not None,
         activation=activation,
-        is_even=size % (form.block * tiling.num_warps) == 0,
+        is_even=size % (form.block * tiling.splits) == 0,
         rows=tiling.rows,
         columns=tiling.columns,
-        warps=tiling.num_warps,
+        splits=tiling.splits,
         ahead=tiling.ahead if overlaps else 0,
         overlaps=overlaps,
         is_native=x_MK.is_cuda,
@@ -153,7 +201,7 @@ def _multiply(
     is_even: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     ahead: tl.constexpr,
     overlaps: tl.constexpr,
     is_native: tl.constexpr,
@@ -179,7 +227,7 @@ def _multiply(
     scales, zeros = scale_ptr + wide * scale_stride, zero_ptr + wide * scale_stride
     total = multiply_words(
         words_row, x_ptr + row * x_stride, scales, zeros, is_wide, is_row, num_words, size,
-        form, parts, span, group, has_zero, is_even, warps, is_native, one, two, three, four,
+        form, parts, span, group, has_zero, is_even, splits, is_native, one, two, three, four,
     )  # fmt: skip
     if has_bias:
         total += tl.load(bias_ptr + wide, mask=is_wide, other=0.0).to(tl.float32)[:, None]

@@ -3,17 +3,18 @@
 Words are loaded as they lie, and a part of each becomes a bfloat16 number in the registers that feed the matrix units:
 two numbers at a time, in two to five instructions, exactly. Scales apply to sums over a group, in float32.
 
-Shapes: M rows, N output columns, S warps.
+Shapes: M rows, N output columns, K words or inputs, S splits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 import triton
 import triton.language as tl
 
-from peagle.linears.few_bit import FORMS
+from peagle.linears.few_bit import FORMS, MXFP4_PLACES
 
 ENDLESS = tl.constexpr(1 << 30)
 """the group of all inputs"""
+MAGNITUDE_PLACES, SIGN_PLACES = (tl.constexpr(places) for places in zip(*MXFP4_PLACES, strict=True))
 
 _SHIFT = "shr.b32 t, $1, {shift}; "
 _FINISH = {
@@ -39,13 +40,13 @@ def _unpacking(form: str, part: int) -> str:
         )
     else:
         # Sign to bit 15, exponent and mantissa to bits 8 to 6: the number times 2^-126.
-        place = 6 - 4 * part
-        move = f"shl.b32 t, $1, {place}; " if place > 0 else f"shr.b32 t, $1, {-place}; "
-        body = (
-            f"shl.b32 u, $1, {12 - 4 * part}; " + move + "and.b32 t, t, 0x01C001C0; "
-            "lop3.b32 t, u, 0x80008000, t, 0xEA; mov.b32 o, 0x7E807E80; mov.b32 u, 0x80008000; "
-            "fma.rn.bf16x2 $0, t, o, u;"
-        )
+        magnitude, sign = (end - place for end, place in zip((6, 15), MXFP4_PLACES[part], strict=True))
+        body = f"shl.b32 t, $1, {magnitude}; " if magnitude >= 0 else f"shr.b32 t, $1, {-magnitude}; "
+        if magnitude == sign:
+            body += "and.b32 t, t, 0x81C081C0; "
+        else:
+            body += f"and.b32 t, t, 0x01C001C0; shl.b32 u, $1, {sign}; lop3.b32 t, u, 0x80008000, t, 0xEA; "
+        body += "mov.b32 o, 0x7E807E80; mov.b32 u, 0x80008000; fma.rn.bf16x2 $0, t, o, u;"
     return "{ .reg .b32 t, u, o; " + body + " }"
 
 
@@ -56,13 +57,13 @@ UNPACKING = {form: tuple(_unpacking(form, part) for part in range(4)) for form i
 @triton.jit
 def part_values(words, form: tl.constexpr, part: tl.constexpr):
     """What `UNPACKING` computes, in Triton's own operations: for its interpreter, and where speed does not matter."""
-    bits: tl.constexpr = 4 if form == "int4" or form == "mxfp4" else 8
+    bits: tl.constexpr = 4 if form == "int4" else 8
     code = (words.to(tl.int32) >> (bits * part)) & ((1 << bits) - 1)
     if form == "mxfp4":
-        size = code & 7
+        size = (words.to(tl.int32) >> MAGNITUDE_PLACES[part]) & 7
         normal = ((size >> 1) + 126 << 23) | ((size & 1) << 22)
         number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
-        return tl.where(code > 7, -number, number)
+        return tl.where((words.to(tl.int32) >> SIGN_PLACES[part]) & 1 > 0, -number, number)
     elif form == "fp8":
         size = code & 127
         normal = ((size >> 3) + 120 << 23) | ((size & 7) << 20)
@@ -86,30 +87,68 @@ def unpacked(
 @triton.jit
 def scale_of(scale, form: tl.constexpr):
     """A stored scale in float32."""
-    if form == "mxfp4":
-        exponent = scale.to(tl.int32)
-        return tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
+    if form == "mxfp4":  # 2^-127 counts as zero
+        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         return scale.to(tl.float32)
 
 
 @triton.jit
-def load_groups(pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr):
-    """What a group has one of, [S, N, groups per block], for a block of each warp."""
-    num_groups: tl.constexpr = 1 if group >= parts * span else parts * span // group
-    place = ((block * (parts * span)) // group)[:, None, None] + tl.arange(0, num_groups)[None, None, :]
-    is_group = (place * group < size) & (block * (parts * span) < size)[:, None, None]
-    return tl.load(pointers[None, :, None] + place, mask=is_column[None, :, None] & is_group, other=0)
+def by_split(values, splits: tl.constexpr):
+    """Broadcast [S] over a tile [S, N, K]; with one split tiles are [N, K], and this is a number."""
+    return values if splits == 1 else values[:, None, None]
 
 
 @triton.jit
-def group_of(values, index: tl.constexpr):
-    """One group of a block, [S, N, 1]."""
-    if values.shape[2] == 1:
-        return values
+def by_row(values, splits: tl.constexpr):
+    return values[:, None] if splits == 1 else values[None, :, None]
+
+
+@triton.jit
+def by_column(values, splits: tl.constexpr):
+    return values[None, :] if splits == 1 else values[None, None, :]
+
+
+@triton.jit
+def load_group(pointers, place, size, is_column, group: tl.constexpr, splits: tl.constexpr):
+    """What the group of input `place` has one of, [S, N, 1]."""
+    mask = by_split(place, splits) < by_row(tl.where(is_column, size, 0), splits)
+    return tl.load(by_row(pointers, splits) + by_split(place // group, splits), mask=mask, other=0)
+
+
+@triton.jit
+def load_groups(
+    pointers, block, size, is_column, parts: tl.constexpr, span: tl.constexpr, group: tl.constexpr, splits: tl.constexpr
+):
+    """A tile for each group in the block of each split. Tiles of one number per column need no exchange of layouts."""
+    first = block * (parts * span)
+    if pointers.dtype.element_ty == tl.uint8:  # "mxfp4"
+        words = pointers.to(tl.pointer_type(tl.int32), bitcast=True)
+        return (load_group(words, first, size, is_column, parts * span, splits),)
+    elif group >= parts * span:
+        return (load_group(pointers, first, size, is_column, group, splits),)
+    elif group * 2 == parts * span:
+        return (
+            load_group(pointers, first, size, is_column, group, splits),
+            load_group(pointers, first + group, size, is_column, group, splits),
+        )
     else:
-        is_it = tl.arange(0, values.shape[2]) == index
-        return tl.sum(tl.where(is_it[None, None, :], values, 0.0), 2, keep_dims=True)
+        return (
+            load_group(pointers, first, size, is_column, group, splits),
+            load_group(pointers, first + group, size, is_column, group, splits),
+            load_group(pointers, first + 2 * group, size, is_column, group, splits),
+            load_group(pointers, first + 3 * group, size, is_column, group, splits),
+        )
+
+
+@triton.jit
+def group_scale(scales, form: tl.constexpr, index: tl.constexpr):
+    """One of the scales that `load_groups` found, in float32."""
+    if form == "mxfp4":
+        exponent = scales[0] << (23 - 8 * index) if index < 3 else scales[0] >> 1
+        return (exponent & 0x7F800000).to(tl.float32, bitcast=True)
+    else:
+        return scale_of(scales[index], form)
 
 
 @triton.jit
@@ -128,7 +167,7 @@ def multiply_words(
     group: tl.constexpr,
     has_zero: tl.constexpr,
     is_even: tl.constexpr,
-    warps: tl.constexpr,
+    splits: tl.constexpr,
     is_native: tl.constexpr,
     one: tl.constexpr,
     two: tl.constexpr,
@@ -137,31 +176,36 @@ def multiply_words(
 ):
     """weight @ x in float32, [N, M]. `words_row`, `scales` and `zeros` [N] point at what output n has of them first.
 
-    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them.
+    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them. Of `splits` blocks of inputs
+    per iteration each has its own warps and its own sum; the warps of one split share its columns.
     """
     num_blocks = num_words // span
+    num_own_blocks = tl.where(is_column, ENDLESS if is_even else num_blocks, 0)
     is_whole: tl.constexpr = group >= parts * span
     is_scaled: tl.constexpr = group < ENDLESS
     per_group: tl.constexpr = parts if is_whole else group // span
-    warp, inner = tl.arange(0, warps), tl.arange(0, span)
-    total = tl.zeros([warps, words_row.shape[0], inputs.shape[0]], tl.float32)
-    scale = load_groups(scales, warp, size, is_column, parts, span, group)
-    for first in range(0, num_blocks, warps):
-        block = first + warp
-        is_word = is_column[None, :, None] & ((block < num_blocks) | is_even)[:, None, None]
-        words = tl.load(
-            words_row[None, :, None] + (block[:, None] * span + inner[None, :])[:, None, :], mask=is_word, other=0
-        )
-        next_scale = load_groups(scales, block + warps, size, is_column, parts, span, group)
+    inner = tl.arange(0, span)
+    if splits == 1:
+        split = 0
+        total = tl.zeros([words_row.shape[0], inputs.shape[0]], tl.float32)
+    else:
+        split = tl.arange(0, splits)
+        total = tl.zeros([splits, words_row.shape[0], inputs.shape[0]], tl.float32)
+    scale = load_groups(scales, split, size, is_column, parts, span, group, splits)
+    for first in range(0, num_blocks, splits):
+        block = first + split
+        words_place = by_split(block * span, splits) + by_column(inner, splits)
+        is_word = by_split(block, splits) < by_row(num_own_blocks, splits)
+        words = tl.load(by_row(words_row, splits) + words_place, mask=is_word, other=0)
+        next_scale = load_groups(scales, block + splits, size, is_column, parts, span, group, splits)
         if has_zero:
-            zero = load_groups(zeros, block, size, is_column, parts, span, group).to(tl.float32)
+            zero = load_groups(zeros, block, size, is_column, parts, span, group, splits)
         for begin in tl.static_range(0, parts, per_group):
-            sums = tl.zeros(total.shape, tl.float32)
-            x_sum = tl.zeros([warps, 1, inputs.shape[0]], tl.float32)
+            sums, x_sum = tl.zeros(total.shape, tl.float32), 0.0
             for part in tl.static_range(begin, begin + per_group):
-                place = ((block * parts + part) * span)[:, None, None] + inner[None, :, None]
-                is_input = is_row[None, None, :] & ((place < size) | is_even)
-                x = tl.load(inputs[None, None, :] + place, mask=is_input, other=0.0)
+                place = by_split((block * parts + part) * span, splits) + by_row(inner, splits)
+                is_input = by_column(is_row, splits) & ((place < size) | is_even)
+                x = tl.load(by_column(inputs, splits) + place, mask=is_input, other=0.0)
                 if part == 0:
                     weight = unpacked(words, form, 0, x.dtype, is_native, one)
                 elif part == 1:
@@ -175,19 +219,20 @@ def multiply_words(
                 else:
                     total = tl.dot(weight, x, total)
                 if has_zero:
-                    x_sum += tl.sum(x.to(tl.float32), 1, keep_dims=True)
+                    x_sum += tl.sum(x.to(tl.float32), 0 if splits == 1 else 1, keep_dims=True)
             if has_zero:
-                sums -= group_of(zero, begin // per_group) * x_sum
+                sums -= zero[begin // per_group].to(tl.float32) * x_sum
             if is_scaled:
-                sums *= group_of(scale_of(scale, form), begin // per_group)
+                sums *= group_scale(scale, form, begin // per_group)
             if is_scaled or has_zero:
                 total += sums
         scale = next_scale
-    sum_NM = tl.sum(total, 0)
+    if splits > 1:
+        total = tl.sum(total, 0)
     if is_scaled:
-        return sum_NM
+        return total
     else:
-        return sum_NM * scale_of(tl.load(scales, mask=is_column, other=0), form)[:, None]
+        return total * scale_of(tl.load(scales, mask=is_column, other=0), form)[:, None]
 
 
 @triton.jit

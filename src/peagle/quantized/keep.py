@@ -46,8 +46,9 @@ def kept_bytes(checkpoint: FewBitCheckpoint, itemsize: int) -> int:
     total = sum(prod(info.shape) for info in checkpoint.plain.values()) * itemsize
     for name, weight in checkpoint.weights.items():
         if may_keep(name, weight):
-            num_scales = prod(weight.shape[:-1]) * ceil(weight.shape[-1] / weight.block[1])
             form = "mxfp4" if weight.scheme.layout == "mxfp4" else f"int{weight.scheme.bits}"
+            size = group_limit(form, weight.shape[-1]) if form == "mxfp4" else weight.shape[-1]
+            num_scales = prod(weight.shape[:-1]) * ceil(size / weight.block[1])
             total += prod(weight.shape[:-1]) * group_limit(form, weight.shape[-1]) * weight.scheme.bits // 8
             total += num_scales * (SCALE_BYTES[weight.scale_dtype] + weight.scheme.has_zeros)
         else:

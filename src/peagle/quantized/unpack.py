@@ -8,7 +8,7 @@ E experts, O outputs, I inputs, G scales over the inputs, R scales over the outp
 import torch
 from torch import Tensor
 
-from peagle.linears.few_bit import FORMS, MXFP4_GROUP, FewBitWeight, group_limit, pack_codes
+from peagle.linears.few_bit import FORMS, MXFP4_GROUP, FewBitWeight, group_limit, pack_codes, pack_exponents
 from peagle.quantized.headers import SCALES, StoredWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -73,7 +73,7 @@ def keep(weight: StoredWeight, tensors: dict[str, Tensor]) -> FewBitWeight | Non
 def _keep_stack(blocks_EOGB: Tensor, scale_EOG: Tensor) -> FewBitWeight:
     """MXFP4, one expert at a time: packing takes many times the memory of the codes."""
     words = [pack_codes(codes_in_words(blocks_OGB, 4).flatten(-2), "mxfp4") for blocks_OGB in blocks_EOGB]
-    return FewBitWeight("mxfp4", 32 * scale_EOG.shape[2], MXFP4_GROUP, torch.stack(words), scale_EOG.contiguous())
+    return FewBitWeight("mxfp4", 32 * scale_EOG.shape[2], MXFP4_GROUP, torch.stack(words), pack_exponents(scale_EOG))
 
 
 def _read(weight: StoredWeight, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | float | None]:
