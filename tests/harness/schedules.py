@@ -6,8 +6,9 @@ from zlib import crc32
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import PagePool
+from peagle.scheduling.plan import Plan
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Plan, Scheduler
+from peagle.scheduling.scheduler import Scheduler
 
 MAX_LENGTH = 200
 

@@ -261,14 +261,26 @@ def test_few_prompt_tokens_share_the_pass_of_a_decode_step_and_decode_from_the_n
     assert not scheduler.plan().shares_pass, "the pass has room for 7 prompts and the padding"
 
 
-def test_a_new_request_that_can_share_a_pass_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_new_requests_take_no_more_than_a_shared_pass_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "DECODES_PER_ADMISSION", 2)
-    config = SchedulerConfig(max_batch=12, max_length=400, prefill_tokens=512, max_delay=3, shares_passes=True)
-    scheduler = Scheduler(config, PagePool(200, page_size=16))
-    for index in range(6):
-        scheduler.add(Request(f"first {index}", [index + 1] * 4, SamplingParams(max_tokens=50), 0, 64))
-    scheduler.plan()
-    scheduler.add(Request("short", [7] * 200, SamplingParams(max_tokens=50), 0, 400))
-    assert scheduler.plan().shares_pass
-    scheduler.add(Request("long", [8] * 300, SamplingParams(max_tokens=50), 0, 400))
-    assert not scheduler.plan().chunks, "others may still come to share its own pass"
+    config = SchedulerConfig(max_batch=12, max_length=900, prefill_tokens=512, max_delay=3, shares_passes=True)
+    scheduler = Scheduler(config, PagePool(400, page_size=16))
+
+    def ask(name: str, length: int) -> Request:
+        token = len(scheduler.running) + len(scheduler.waiting) + 1
+        request = Request(name, [token] * length, SamplingParams(max_tokens=50), 0, 900)
+        scheduler.add(request)
+        return request
+
+    decoding = [ask(f"first {index}", 4 + index) for index in range(8)]
+    assert len(scheduler.plan().decodes) == 8
+    first, second, long = ask("first", 100), ask("second", 150), ask("long", 300)
+    sizes = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan.shares_pass and set(decoding) <= set(plan.decodes)
+        sizes.append({chunk.request.request_id: chunk.end - chunk.start for chunk in plan.chunks})
+    assert sizes == [{"first": 100, "second": 150, "long": 6}, {"long": 256}, {"long": 38}]
+    assert set(scheduler.plan().decodes) == {*decoding, first, second, long}
+    ask("penalized", 10).adjusts = True
+    assert not scheduler.plan().chunks, "its pass is not shared, and others may still come to share it"

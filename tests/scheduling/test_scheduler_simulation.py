@@ -17,8 +17,9 @@ import peagle.scheduling.scheduler as scheduler_module
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import SchedulerConfig
 from peagle.scheduling.pages import WASTE_PAGE, PagePool
+from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Chunk, Plan, Scheduler
+from peagle.scheduling.scheduler import Scheduler
 
 Text = tuple[int, ...]
 VOCABULARY = 11

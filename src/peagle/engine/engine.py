@@ -27,9 +27,10 @@ from peagle.errors import CapacityError, ConfigError, EngineDeadError, QueueFull
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig, SchedulerConfig
 from peagle.scheduling.pages import PagePool
+from peagle.scheduling.plan import Plan
 from peagle.scheduling.prefill_pace import PrefillPace
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Plan, Scheduler
+from peagle.scheduling.scheduler import Scheduler
 from peagle.targets.hf import HFTarget
 from peagle.tokenizer import IncrementalDetokenizer
 from peagle.worker.adjustments import check_edits

@@ -18,7 +18,7 @@ MIXED_BATCH = 32
 """Requests from which a batch has a pass for few drafting requests; in smaller ones it costs as much as the next."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
-SHARED_BUCKETS, LARGE_SHARED_BUCKETS = ((128, 8), (256, 8)), ((256, 8), (512, 16))
+SHARED_BUCKETS, LARGE_SHARED_BUCKETS = ((128, 8), (256, 8)), ((256, 8), (512, 16), (768, 24))
 """(tokens, chunks) of the prompts that may share the pass of a decode step, of up to 64 requests and of more"""
 SHARED_SIZE = 8
 """Tokens per decoding request of a pass that is shared, at most."""
@@ -132,7 +132,7 @@ def shared_buckets(batch: int, prefill_tokens: int) -> tuple[tuple[int, int], ..
     """(tokens, chunks) of prompts that may share the pass of a decode step of `batch` requests.
 
     >>> shared_buckets(64, 2048), shared_buckets(65, 2048), shared_buckets(8, 100)
-    (((128, 8), (256, 8)), ((256, 8), (512, 16)), ())
+    (((128, 8), (256, 8)), ((256, 8), (512, 16), (768, 24)), ())
     """
     buckets = SHARED_BUCKETS if batch <= 64 else LARGE_SHARED_BUCKETS
     return tuple(bucket for bucket in buckets if bucket[0] <= prefill_tokens)

@@ -23,8 +23,9 @@ The rules:
   ones, so that a short prompt gets through behind long ones. `plan` takes a lower limit for plans that several requests
   share: on a CPU a long prompt would stall the others (`prefill_pace`).
 - A prefill pass costs about as much as a decode step, however few tokens it has. So on a GPU few tokens share the pass
-  of the decode step (`shares_pass`). If they are more, and many requests decode, a new one may wait a few plans
-  (`max_delay`) until others can share its pass.
+  of the decode step (`shares_pass`). If many requests decode and a few are new, these take no more tokens per plan than
+  that pass has room for. Where passes are not shared, the few may wait some plans (`max_delay`) until others can share
+  their prefill pass.
 - Nothing is computed twice at the same time: if an older request is prefilling the page that a request needs next, the
   request waits for it.
 - A request with prompt_logprobs runs its whole prompt, at most `SCORED_TOKENS` per plan, and reuses no pages.
@@ -52,58 +53,17 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from peagle.errors import CapacityError, RequestError
-from peagle.scheduling.config import SchedulerConfig, shared_bucket
+from peagle.scheduling.config import SchedulerConfig, shared_bucket, shared_buckets
 from peagle.scheduling.pages import IntegrityError, PagePool
+from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import Request
 
 DECODES_PER_ADMISSION = 8
 """A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
 SCORED_TOKENS = 256
 """Prompt tokens per plan that need logits: these take far more memory than hidden states."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens start .. end - 1 of a request's sequence, to prefill.
-
-    Token i fills the target's KV cache at position i and, together with token i + 1, the drafter's at position i + 1.
-    Positions below `first_write` are in shared pages and must not be written. The last chunk of a sequence emits its
-    next token.
-    """
-
-    request: Request
-    start: int
-    end: int
-    first_write: int
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One engine step: a prefill pass over the chunks, then a decode step of `decodes`.
-
-    A request whose last chunk is in the plan may decode in the same plan, unless both are one pass. Page tables change
-    only for requests with a chunk and for those in `grown`.
-    """
-
-    chunks: tuple[Chunk, ...]
-    decodes: tuple[Request, ...]
-    grown: tuple[Request, ...] = ()
-    preempted: tuple[Request, ...] = ()
-    shares_pass: bool = False
-    """whether the chunks may run in the pass of the decode step"""
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to launch. If requests are left, collect the results in flight before the next plan."""
-        return not (self.chunks or self.decodes)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
 
 
 class Scheduler:
@@ -206,9 +166,10 @@ class Scheduler:
         grown: list[Request] = []
         preempted: list[Request] = []
         decodes = self._plan_decodes(grown, preempted)
+        room = self._room_beside(decodes)
         # Pages just taken from the youngest request must not go to a younger one, or back to itself.
-        may_admit = not preempted and not self._delays_admission(decodes)
-        self._last_chunks = chunks = self._plan_chunks(num_tokens, may_admit)
+        may_admit = not preempted and (room is not None or not self._delays_admission(decodes))
+        self._last_chunks = chunks = self._plan_chunks(num_tokens, may_admit, room)
         shares_pass = self._may_share(decodes, chunks)
         for chunk in chunks:
             if chunk.is_last and chunk.request.wants_decode and not shares_pass:
@@ -244,31 +205,43 @@ class Scheduler:
         request.pages += self.pages.allocate(num_new)
         return True
 
+    def _is_few(self, num_new: int, decodes: list[Request]) -> bool:
+        return 0 < num_new < len(decodes) // DECODES_PER_ADMISSION
+
     def _delays_admission(self, decodes: list[Request]) -> bool:
         """Whether the few new requests wait one more plan, so that later ones can share their prefill pass."""
-        num_new = min(len(self._waiting), len(self._free_rows))
-        is_few = 0 < num_new < len(decodes) // DECODES_PER_ADMISSION
-        if is_few:
-            new = itertools.islice(self._waiting.values(), num_new)
-            is_few = not self._fits(sum(len(request.token_ids) for request in new), num_new, len(decodes))
+        is_few = self._is_few(min(len(self._waiting), len(self._free_rows)), decodes)
         self._num_delayed = self._num_delayed + 1 if is_few and self._num_delayed < self.config.max_delay else 0
         return self._num_delayed > 0
 
+    def _room_beside(self, decodes: list[Request]) -> tuple[int, int] | None:
+        """Tokens and chunks of few new requests that the pass of the decode step has room for; None for more requests.
+
+        One chunk of the pass is padding.
+        """
+        num_admitted = min(len(self._waiting), len(self._free_rows))
+        prefilling = (request for request in self._running.values() if request.state == "prefill")
+        new = [*prefilling, *itertools.islice(self._waiting.values(), num_admitted)]
+        buckets = shared_buckets(len(decodes), self.config.prefill_tokens) if self.config.shares_passes else ()
+        if not buckets or not self._is_few(len(new), decodes) or not _are_usual([*new, *decodes]):
+            return None
+        num_tokens, num_chunks = buckets[-1]
+        return num_tokens, num_chunks - 1
+
     def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
-        """Whether the chunks may run in the pass of the decode step. Passes that adjust or score logits never do."""
-        requests = [*decodes, *(chunk.request for chunk in chunks)]
-        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        is_usual = not any(request.adjusts or request.wants_scores for request in requests)
-        return bool(chunks) and is_usual and self._fits(num_tokens, len(chunks), len(decodes))
-
-    def _fits(self, num_tokens: int, num_chunks: int, num_decodes: int) -> bool:
-        """Whether the pass of a decode step has room for these chunks."""
-        if not self.config.shares_passes or not num_decodes:
+        """Whether the chunks may run in the pass of the decode step."""
+        if not (self.config.shares_passes and decodes and chunks):
             return False
-        return shared_bucket(num_decodes, self.config.prefill_tokens, num_tokens, num_chunks) is not None
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        bucket = shared_bucket(len(decodes), self.config.prefill_tokens, num_tokens, len(chunks))
+        return bucket is not None and _are_usual([*decodes, *(chunk.request for chunk in chunks)])
 
-    def _plan_chunks(self, num_left: int, may_admit: bool) -> list[Chunk]:
-        """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest."""
+    def _plan_chunks(self, num_left: int, may_admit: bool, room: tuple[int, int] | None) -> list[Chunk]:
+        """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest.
+
+        With `room` for tokens and chunks, a request that fits into the rest gets all it needs.
+        """
+        num_left, max_chunks = (num_left, self.config.max_chunks) if room is None else (min(num_left, room[0]), room[1])
         num_scored = SCORED_TOKENS
         shares: dict[Request, int] = {}
         keys_in_work: dict[bool, set[bytes]] = {False: set(), True: set()}
@@ -280,14 +253,15 @@ class Scheduler:
                 continue
             for has_drafts in {False, request.has_drafts}:
                 keys_in_work[has_drafts].update(next_keys)
+            num_needed = len(request.token_ids) - request.num_prefilled
             half = max(num_left // 2, self.pages.page_size)
-            share = min(len(request.token_ids) - request.num_prefilled, half, num_left)
+            share = min(num_needed, num_left if room is not None and num_needed <= num_left else half, num_left)
             if request.wants_scores:
                 share = min(share, num_scored)
                 num_scored -= share
             shares[request] = share
             num_left -= share
-            if not num_left or len(shares) == self.config.max_chunks:
+            if not num_left or len(shares) == max_chunks:
                 break
         for request in reversed(shares):
             if request.wants_scores:
@@ -411,3 +385,8 @@ class Scheduler:
                 is_private = self.pages.num_holders(page) == 1 and not self.pages.has_key(page)
                 require(is_private, f"{request.request_id!r} may write to page {page}, which others can read")
         self.pages.check_integrity(held=[page for request in running for page in request.pages])
+
+
+def _are_usual(requests: Collection[Request]) -> bool:
+    """Whether no request adjusts logits or wants log-probabilities of its prompt, which takes a pass of its own."""
+    return not any(request.adjusts or request.wants_scores for request in requests)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from peagle.kernels.attention import PagedRows
-from peagle.scheduling.scheduler import Chunk
+from peagle.scheduling.plan import Chunk
 
 
 class Chunks(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from peagle.decoding.grammar import Draft
 from peagle.scheduling.draft_budget import Choice
+from peagle.scheduling.plan import Chunk
 from peagle.scheduling.request import Request, TokenLogprobs
-from peagle.scheduling.scheduler import Chunk
 from peagle.worker.logprobs import LaunchLogprobs, LogprobSpan
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import TokenLogprobs
-from peagle.scheduling.scheduler import Chunk, Plan
 from peagle.worker.transfers import Transfers
 
 

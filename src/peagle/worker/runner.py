@@ -20,8 +20,8 @@ from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
 from peagle.scheduling.config import EngineConfig, shared_bucket, verify_sizes
 from peagle.scheduling.draft_budget import TRIAL_STEPS, Choice, DraftBudget, DraftCurve
+from peagle.scheduling.plan import Plan
 from peagle.scheduling.request import Request, step_room
-from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
 from peagle.targets.paged import PagedTarget
 from peagle.worker.adjustments import Adjustments

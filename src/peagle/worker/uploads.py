@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from peagle.errors import CapacityError
+from peagle.scheduling.plan import Plan
 from peagle.scheduling.request import Request
-from peagle.scheduling.scheduler import Plan
 from peagle.worker.adjustments import Adjustments
 from peagle.worker.row_state import HostRows, RowState
 from peagle.worker.transfers import Transfers
