@@ -180,7 +180,10 @@ def test_answers_named_like_another_request_are_refused_whole(llm: LLM) -> None:
     ("settings", "message"),
     [
         ({"max_bach": 4}, "unknown setting 'max_bach'\nhint: did you mean 'max_batch'?"),
-        ({"xyz": 4}, "unknown setting 'xyz'\nhint: known: assumed_acceptance, capture_adjusted, eager"),
+        (
+            {"xyz": 4},
+            "unknown setting 'xyz'\nhint: known: assumed_acceptance, capture_adjusted, captured_batches, eager",
+        ),
         ({"max_batch": 0}, "max_batch must be at least 1, got 0"),
         ({"max_length": 1024}, "max_length=1024 exceeds the 512 tokens of target 'tiny'"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0, got -1"),
