@@ -283,7 +283,7 @@ class Runner:
         if self.captured is not None:
             result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
-            step = self.plain_step if choice.num_tokens == len(rows) else self.step
+            step = self.step if choice.num_drafting else self.plain_step
             result = step.decode(torch.tensor(rows, device=self.device), adjustments, choice.num_tokens)
         return self._decoded(requests, result, choice)
 
