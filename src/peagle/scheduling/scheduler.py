@@ -256,10 +256,11 @@ class Scheduler:
 
     def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
         """Whether the chunks may run in the pass of the decode step. Passes that adjust or score logits never do."""
-        requests = [*decodes, *(chunk.request for chunk in chunks)]
         num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        is_usual = not any(request.adjusts or request.wants_scores for request in requests)
-        return bool(chunks) and is_usual and self._fits(num_tokens, len(chunks), len(decodes))
+        if not chunks or not self._fits(num_tokens, len(chunks), len(decodes)):
+            return False
+        requests = [*decodes, *(chunk.request for chunk in chunks)]
+        return not any(request.adjusts or request.wants_scores for request in requests)
 
     def _fits(self, num_tokens: int, num_chunks: int, num_decodes: int) -> bool:
         """Whether the pass of a decode step has room for these chunks."""
