@@ -178,6 +178,20 @@ def test_what_the_grammar_prescribes_is_drafted_and_accepted(engine: Engine, tar
     assert output.metrics.acceptance.acceptance_length > 2.5
 
 
+def test_drafting_goes_on_after_a_step_whose_drafts_the_grammar_forbids(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a step verifies nothing, but the drafter runs, because the next drafts may be allowed."""
+    engine = start(drafter, page_size=4)
+    sizes, fewest = [], engine.runner._fewest_tokens
+    monkeypatch.setattr(engine.runner, "_fewest_tokens", lambda *_: sizes.append(size := fewest(*_)) or size)
+    monkeypatch.delattr(engine.runner, "plain_step")
+    params = SamplingParams(max_tokens=30, temperature=1.0, grammar=Grammar("regex", "[a-c]{30}"))
+    serve(engine, [PROMPTS[0]], [params])
+    engine.close()
+    assert 1 in sizes
+
+
 @pytest.mark.slow
 def test_acceptance_is_no_lower_with_a_schema_than_without(engine: Engine) -> None:
     grammar = Grammar("json_schema", SCHEMA_TEXT)

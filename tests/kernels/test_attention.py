@@ -19,7 +19,14 @@ from peagle.kernels.attention import (
     paged_attention_torch,
     paged_attention_triton,
 )
-from peagle.kernels.tilings import DEEP_PIPELINE_BYTES, NUM_COUNTERS, AttentionTiling, Gpu, attention_tiling
+from peagle.kernels.tilings import (
+    DEEP_PIPELINE_BYTES,
+    MOST_DECODE_ROWS,
+    NUM_COUNTERS,
+    AttentionTiling,
+    Gpu,
+    attention_tiling,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -188,6 +195,13 @@ def test_triton_attention_equals_pytorch(name: str) -> None:
     torch.testing.assert_close(found[0], expected[0], atol=tolerance, rtol=tolerance)
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
+
+
+def test_a_prompt_beside_trees_takes_several_tiles_even_with_one_head_a_group() -> None:
+    tensors, rows, settings = build(Case(((37, 9), (3, 100)), num_heads=1, num_groups=1, width=64, has_tree=True))
+    rows = rows._replace(span_L0=torch.empty(MOST_DECODE_ROWS, 0))  # as of `joined`
+    expected = run(paged_attention_torch, tensors, rows, settings)
+    torch.testing.assert_close(run(paged_attention_triton, tensors, rows, settings), expected, atol=2e-5, rtol=2e-5)
 
 
 SLOW = [(32, 16, 2), (16, 16, 3), (16, 16, 3, 4, 7)]

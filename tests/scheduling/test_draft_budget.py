@@ -102,6 +102,16 @@ def test_passes_whose_size_nobody_chose_say_nothing_about_the_probabilities() ->
     assert budget.honesty == 1
 
 
+def test_a_pass_of_another_size_teaches_what_its_drafts_are_worth() -> None:
+    budget = observed(CHEAP, LIKELY)
+    choice = budget.choose(1, 1, 1)
+    assert budget.resized(choice, 1, 3) == (3, 1, pytest.approx(1.7), True, 1.15, 1.0)
+    for _ in range(2000):
+        budget.observe_accepted(1, budget.resized(choice, 1, 3))
+    assert budget.honesty == pytest.approx(1 / 1.7, rel=0.05)
+    assert DraftBudget({1: DEAR}.__getitem__).resized(Choice(5, 1), 1, 3).num_expected is None
+
+
 def test_drafts_are_free_while_the_device_waits_for_the_host() -> None:
     """A step takes 1 s without drafts and 3 s with three of them. The host needs 3 s."""
     budget = observed(DEAR, UNLIKELY)

@@ -25,12 +25,15 @@ from peagle.engine.llm import LLM
 from peagle.engine.outputs import RequestOutput
 from peagle.errors import ConfigError, RequestError
 from peagle.sampling_params import Grammar, SamplingParams
+from peagle.scheduling import config as scheduling_config
 from peagle.scheduling import draft_budget
-from peagle.scheduling.config import EngineConfig
-from peagle.scheduling.draft_budget import DraftBudget, DraftCurve
+from peagle.scheduling.config import EngineConfig, shared_size
+from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
+from peagle.scheduling.scheduler import Plan
 from peagle.targets.hf import HFTarget
 from peagle.worker import captured_steps
 from peagle.worker.graphs import CaptureError
+from peagle.worker.launch import Launch
 from peagle.worker.verify_batch import NUM_THRESHOLDS
 
 NUM_DRAFT_TOKENS = 4
@@ -344,6 +347,43 @@ def test_drafts_that_cost_nothing_are_all_verified(engine: Engine) -> None:
     serve(engine, range(4))
     stats = engine.stats()
     assert stats.num_draft_tokens == NUM_DRAFT_TOKENS * stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS, "tree"], indirect=True)
+def test_the_budget_learns_from_steps_beside_prompts(
+    engine: Engine, target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large batch has new prompts in almost every step. The others, when no prompts are left, are no fair sample."""
+    monkeypatch.setattr(scheduling_config, "SHARED_BUCKETS", ((16, 3), (32, 5)))
+    engine.runner.capture_steps(lambda *_: None)
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    captured = engine.runner.captured
+    assert captured is not None and captured.shared
+    budget = engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: num / size).__getitem__)
+    learned: list[Choice] = []
+    host_steps: list[int] = []
+    monkeypatch.setattr(budget, "observe_accepted", lambda _, choice: learned.append(choice))
+    monkeypatch.setattr(budget, "observe_host", lambda _, batch: host_steps.append(batch))
+    launches: list[tuple[Plan, Launch]] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(engine.runner, "launch", lambda plan: launches.append((plan, made := launch(plan))) or made)
+    indices, outputs = list(range(12)), {}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    while indices or engine.has_work:
+        if indices:
+            index = indices.pop(0)
+            engine.add(PROMPTS[index], params, request_id=str(index))
+        outputs |= {int(output.request_id): output for output in engine.step()}
+    for index, output in outputs.items():
+        steps = decode(target, PROMPTS[index], params)
+        assert output.outputs[0].token_ids == tuple(token for step in steps for token in step.token_ids)
+    shared = [each.passes[-1] for _, each in launches if each.is_shared]
+    for made in shared:
+        size, choice = captured.size(len(made.requests)), made.choice
+        assert choice is not None and choice in learned and choice.num_expected is not None
+        assert choice.num_tokens == size * choice.seconds == shared_size(captured.verify_sizes(size))
+    assert len(shared) > 4
+    assert len(host_steps) == sum(each.is_shared or not plan.chunks for plan, each in launches)
 
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)

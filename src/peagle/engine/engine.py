@@ -281,7 +281,7 @@ class Engine:
         launch = self.runner.launch(plan)
         self._launches.append(launch)
         waited = self._collect(depth=1)
-        if not plan.chunks:
+        if launch.is_shared or not plan.chunks:
             self.runner.observe_host(time.perf_counter() - started - waited, len(plan.decodes))
         self._process_first(launch)
         launch.finish()

@@ -57,8 +57,9 @@ def launch(
     tile, step, num_splits, num_warps, num_stages = tilings.attention_tiling(
         num_rows, max_rows, num_requests, num_groups, group_size, padded_width, query.dtype, gpu_of(query.device)
     )
-    # A request may need several tiles; only the device knows how many (`_tile_of`).
-    is_tiled = max_rows * group_size > tile
+    # A request may need several tiles; only the device knows how many (`_tile_of`). Prompts that are `joined` to decode
+    # steps have more rows than the span says.
+    is_tiled = max_rows * group_size > tile or max_rows == tilings.MOST_DECODE_ROWS
     num_places = num_rows * group_size // tile + num_requests if is_tiled else num_requests
     partial = torch.empty(
         (num_places * num_groups * num_splits, tile, padded_width + 2) if num_splits > 1 else (0,),

@@ -191,10 +191,22 @@ class DraftBudget:
         alone these would never pay. If it does not pay, the pass has drafts only if `num_on_trial` requests have not
         drafted for `trial_steps` yet.
         """
-        host_seconds = self._host_seconds.get(batch, 0.0)
-        seconds = {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
+        seconds = self._step_seconds(batch)
         choice = self._choose(seconds, batch, num_requests, num_drafting, num_paused, drafts, num_on_trial)
         return choice._replace(seconds=seconds[choice.num_tokens], plain_seconds=seconds[batch])
+
+    def resized(self, choice: Choice, batch: int, num_tokens: int) -> Choice:
+        """What to expect of a pass that has other drafts than those chosen: all, or a fixed number."""
+        expected = None
+        if self._average is not None:
+            expected = self._average.scaled(choice.num_drafting).expected(num_tokens - batch)
+        seconds = self._step_seconds(batch)[num_tokens]
+        return choice._replace(num_tokens=num_tokens, num_expected=expected, seconds=seconds)
+
+    def _step_seconds(self, batch: int) -> dict[int, float]:
+        """Seconds per step by size, of the device or of the host."""
+        host_seconds = self._host_seconds.get(batch, 0.0)
+        return {size: max(each, host_seconds) for size, each in self._seconds(batch).items()}
 
     def _choose(
         self,

@@ -212,8 +212,9 @@ class Runner:
         logprobs = LaunchLogprobs()
         first = self._prefilled(plan, prefilled, logprobs)
         logprobs.fetch(self._transfers)
-        # The size was not chosen, so the budget does not learn from it what to expect.
-        launch.passes += [first, self._decoded(plan.decodes, decoded, choice._replace(num_expected=None))]
+        if self.budget is not None:
+            choice = self.budget.resized(choice, len(decoded.emitted_BE), len(decoded.logits_NV))
+        launch.passes += [first, self._decoded(plan.decodes, decoded, choice)]
         launch.is_shared = True
 
     def _finish(
@@ -283,7 +284,7 @@ class Runner:
         if self.captured is not None:
             result = self.captured.decode(rows, adjustments, choice.num_tokens)
         else:
-            step = self.plain_step if choice.num_tokens == len(rows) else self.step
+            step = self.step if choice.num_drafting else self.plain_step
             result = step.decode(torch.tensor(rows, device=self.device), adjustments, choice.num_tokens)
         return self._decoded(requests, result, choice)
 
