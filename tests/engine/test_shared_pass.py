@@ -18,7 +18,7 @@ PARAMS = [SamplingParams(max_tokens=20, temperature=float(index % 2), seed=index
 METHODS = {"none": (0, None), "eagle3": (3, None), "p-eagle": (4, None), "p-eagle tree": (4, 9)}
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt-oss"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def models(request: pytest.FixtureRequest) -> tuple[HFTarget, HFTarget, Drafter]:
     """A target for the reference decoder, the same for the engine, and a drafter that is right about some tokens."""
     target = family_target(request.param)
@@ -30,7 +30,9 @@ def tokens(steps: list[Step]) -> list[int]:
     return [token for step in steps for token in step.token_ids]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["p-eagle tree", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "eagle3", "p-eagle"))]
+)
 def test_answers_and_drafts_are_those_of_separate_passes(
     models: tuple[HFTarget, HFTarget, Drafter], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
