@@ -272,3 +272,7 @@ def test_a_new_request_that_can_share_a_pass_is_not_held_back(monkeypatch: pytes
     assert scheduler.plan().shares_pass
     scheduler.add(Request("long", [8] * 300, SamplingParams(max_tokens=50), 0, 400))
     assert not scheduler.plan().chunks, "others may still come to share its own pass"
+    scheduler.abort("long")
+    scheduler.plan()
+    scheduler.add(Request("adjusted", [9] * 4, SamplingParams(max_tokens=50, presence_penalty=0.5), 0, 400))
+    assert not scheduler.plan().chunks, "nor does a short one that adjusts its logits share the pass"

@@ -209,7 +209,8 @@ class Scheduler:
         # Pages just taken from the youngest request must not go to a younger one, or back to itself.
         may_admit = not preempted and not self._delays_admission(decodes)
         self._last_chunks = chunks = self._plan_chunks(num_tokens, may_admit)
-        shares_pass = self._may_share(decodes, chunks)
+        new = [chunk.request for chunk in chunks]
+        shares_pass = self._may_share(decodes, new, sum(chunk.end - chunk.start for chunk in chunks))
         for chunk in chunks:
             if chunk.is_last and chunk.request.wants_decode and not shares_pass:
                 chunk.request.num_in_flight += 1
@@ -249,24 +250,21 @@ class Scheduler:
         num_new = min(len(self._waiting), len(self._free_rows))
         is_few = 0 < num_new < len(decodes) // DECODES_PER_ADMISSION
         if is_few:
-            new = itertools.islice(self._waiting.values(), num_new)
-            is_few = not self._fits(sum(len(request.token_ids) for request in new), num_new, len(decodes))
+            new = list(itertools.islice(self._waiting.values(), num_new))
+            is_few = not self._may_share(decodes, new, sum(len(request.token_ids) for request in new))
         self._num_delayed = self._num_delayed + 1 if is_few and self._num_delayed < self.config.max_delay else 0
         return self._num_delayed > 0
 
-    def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
-        """Whether the chunks may run in the pass of the decode step. Passes that adjust or score logits never do."""
-        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        if not chunks or not self._fits(num_tokens, len(chunks), len(decodes)):
-            return False
-        requests = [*decodes, *(chunk.request for chunk in chunks)]
-        return not any(request.adjusts or request.wants_scores for request in requests)
+    def _may_share(self, decodes: list[Request], new: list[Request], num_tokens: int) -> bool:
+        """Whether so many tokens of new requests may run in the pass of the decode step.
 
-    def _fits(self, num_tokens: int, num_chunks: int, num_decodes: int) -> bool:
-        """Whether the pass of a decode step has room for these chunks."""
-        if not self.config.shares_passes or not num_decodes:
+        Passes that adjust or score logits never do.
+        """
+        if not (self.config.shares_passes and decodes and new):
             return False
-        return shared_bucket(num_decodes, self.config.prefill_tokens, num_tokens, num_chunks) is not None
+        if shared_bucket(len(decodes), self.config.prefill_tokens, num_tokens, len(new)) is None:
+            return False
+        return not any(request.adjusts or request.wants_scores for request in [*decodes, *new])
 
     def _plan_chunks(self, num_left: int, may_admit: bool) -> list[Chunk]:
         """Split `num_left` tokens: each request gets up to half of the rest; what remains goes to the youngest."""
