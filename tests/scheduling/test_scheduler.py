@@ -276,3 +276,8 @@ def test_a_new_request_that_can_share_a_pass_is_not_held_back(monkeypatch: pytes
     scheduler.plan()
     scheduler.add(Request("adjusted", [9] * 4, SamplingParams(max_tokens=50, presence_penalty=0.5), 0, 400))
     assert not scheduler.plan().chunks, "nor does a short one that adjusts its logits share the pass"
+    scheduler.abort("adjusted")
+    scheduler.plan()
+    scheduler.add(Request("plain", [10] * 4, SamplingParams(max_tokens=50), 0, 400))
+    assert not scheduler.plan(may_share=False).chunks
+    assert scheduler.plan().shares_pass

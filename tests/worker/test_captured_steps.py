@@ -387,6 +387,27 @@ def test_the_budget_learns_from_steps_beside_prompts(
 
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_while_drafts_do_not_pay_prompts_have_passes_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_budget, "WARM_UP", 1)
+    monkeypatch.setattr(scheduling_config, "SHARED_BUCKETS", ((16, 3), (32, 5)))
+    engine.runner.capture_steps(lambda *_: None)
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0).__getitem__)
+    plans: list[Plan] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(engine.runner, "launch", lambda plan: plans.append(plan) or launch(plan))
+    for index in range(5):
+        engine.add(PROMPTS[index], SamplingParams(max_tokens=20, ignore_eos=True))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    beside = [plan.shares_pass for plan in plans if plan.chunks and plan.decodes]
+    assert beside[1] and not any(beside[-2:]), "until the budget has seen enough"
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
 def test_the_budget_learns_how_long_the_host_works_on_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0).__getitem__)
     engine.runner.budget = budget

@@ -119,6 +119,7 @@ class Scheduler:
         self._num_arrived = 0
         self._last_chunks: list[Chunk] = []
         self._num_delayed = 0
+        self._shares_passes = config.shares_passes
 
     @property
     def has_work(self) -> bool:
@@ -192,11 +193,13 @@ class Scheduler:
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, shared_tokens: int | None = None) -> Plan:
+    def plan(self, shared_tokens: int | None = None, may_share: bool = True) -> Plan:
         """Plan the next engine step, and count it as launched.
 
         shared_tokens: maximum prompt tokens if several requests run or wait; default: `prefill_tokens`.
+        may_share: whether prompts may run in the pass of the decode step, if the engine `shares_passes`.
         """
+        self._shares_passes = may_share and self.config.shares_passes
         num_tokens = self.config.prefill_tokens
         if shared_tokens is not None and len(self._running) + len(self._waiting) > 1:
             num_tokens = min(num_tokens, shared_tokens)
@@ -260,7 +263,7 @@ class Scheduler:
 
         Passes that adjust or score logits never do.
         """
-        if not (self.config.shares_passes and decodes and new):
+        if not (self._shares_passes and decodes and new):
             return False
         if shared_bucket(len(decodes), self.config.prefill_tokens, num_tokens, len(new)) is None:
             return False
