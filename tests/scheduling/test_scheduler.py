@@ -284,3 +284,8 @@ def test_a_few_new_requests_take_no_more_than_a_shared_pass_has_room_for(monkeyp
     assert set(scheduler.plan().decodes) == {*decoding, first, second, long}
     ask("penalized", 10).adjusts = True
     assert not scheduler.plan().chunks, "its pass is not shared, and others may still come to share it"
+    scheduler.abort("penalized")
+    scheduler.plan()
+    short = ask("short", 10)
+    assert not scheduler.plan(may_share=False).chunks
+    assert [chunk.request for chunk in scheduler.plan().chunks] == [short]

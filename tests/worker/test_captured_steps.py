@@ -29,7 +29,7 @@ from peagle.scheduling import config as scheduling_config
 from peagle.scheduling import draft_budget
 from peagle.scheduling.config import EngineConfig, shared_size
 from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
-from peagle.scheduling.scheduler import Plan
+from peagle.scheduling.plan import Plan
 from peagle.targets.hf import HFTarget
 from peagle.worker import captured_steps
 from peagle.worker.graphs import CaptureError
@@ -384,6 +384,27 @@ def test_the_budget_learns_from_steps_beside_prompts(
         assert choice.num_tokens == size * choice.seconds == shared_size(captured.verify_sizes(size))
     assert len(shared) > 4
     assert len(host_steps) == sum(each.is_shared or not plan.chunks for plan, each in launches)
+
+
+@pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)
+def test_while_drafts_do_not_pay_prompts_have_passes_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_budget, "WARM_UP", 1)
+    monkeypatch.setattr(scheduling_config, "SHARED_BUCKETS", ((16, 3), (32, 5)))
+    engine.runner.capture_steps(lambda *_: None)
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    engine.runner.budget = DraftBudget(seconds_of(engine, lambda size, num: 1.0 if num == size else 100.0).__getitem__)
+    plans: list[Plan] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(engine.runner, "launch", lambda plan: plans.append(plan) or launch(plan))
+    for index in range(5):
+        engine.add(PROMPTS[index], SamplingParams(max_tokens=20, ignore_eos=True))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    beside = [plan.shares_pass for plan in plans if plan.chunks and plan.decodes]
+    assert beside[1] and not any(beside[-2:]), "until the budget has seen enough"
 
 
 @pytest.mark.parametrize("engine", [NUM_DRAFT_TOKENS], indirect=True)

@@ -256,7 +256,7 @@ class Engine:
         if any(request.is_running for request in self._guided):
             self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
         started = time.perf_counter()
-        plan = self.scheduler.plan(self._shared_tokens())
+        plan = self.scheduler.plan(self._shared_tokens(), self.runner.may_share)
         if plan.is_empty:
             self._collect(depth=0)
         else:

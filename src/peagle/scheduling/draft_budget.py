@@ -140,7 +140,8 @@ class DraftBudget:
         """of one request's drafts"""
         self._num_observed = self._num_plain = 0
         self._num_expected = self._num_accepted = PRIOR
-        self._is_probing = False
+        self.is_stopped = False
+        """whether the last verdict on a large batch was that drafts do not pay; then the choices probe at times"""
         self.pays = True
         """whether drafting pays, as the log last said"""
         self._changed_at = -math.inf
@@ -238,15 +239,14 @@ class DraftBudget:
         self.gain = rate / plain_rate
         if self._num_observed < (self.trial_steps or WARM_UP):
             return best
-        is_stopped = self._is_probing or self.trial_steps
-        pays = rate > plain_rate * (1.0 if is_stopped else STOPS_BELOW)
+        pays = rate > plain_rate * (1.0 if self.is_stopped or self.trial_steps else STOPS_BELOW)
         self._judge(pays, num_requests, rate, plain_rate)
         if pays:
-            self._is_probing = False
+            self.is_stopped = False
             return best
         if self.trial_steps:
             return best._replace(pays=False) if num_on_trial else Choice(batch, pays=False)
-        self._is_probing = True
+        self.is_stopped = True
         self._num_plain += 1
         is_probe = (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS
         return best if is_probe else Choice(batch, pays=False)
@@ -273,4 +273,4 @@ class DraftBudget:
 
     def _num_independent(self, num_requests: int) -> int:
         """How many observations the step of `num_requests` requests counts for."""
-        return PROBE_WEIGHT if self._is_probing else min(num_requests, INDEPENDENT)
+        return PROBE_WEIGHT if self.is_stopped else min(num_requests, INDEPENDENT)

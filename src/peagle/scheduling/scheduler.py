@@ -79,6 +79,7 @@ class Scheduler:
         self._num_arrived = 0
         self._last_chunks: list[Chunk] = []
         self._num_delayed = 0
+        self._shares_passes = config.shares_passes
 
     @property
     def has_work(self) -> bool:
@@ -152,11 +153,13 @@ class Scheduler:
 
     # The plan ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, shared_tokens: int | None = None) -> Plan:
+    def plan(self, shared_tokens: int | None = None, may_share: bool = True) -> Plan:
         """Plan the next engine step, and count it as launched.
 
         shared_tokens: maximum prompt tokens if several requests run or wait; default: `prefill_tokens`.
+        may_share: whether prompts may run in the pass of the decode step, if the engine `shares_passes`.
         """
+        self._shares_passes = may_share and self.config.shares_passes
         num_tokens = self.config.prefill_tokens
         if shared_tokens is not None and len(self._running) + len(self._waiting) > 1:
             num_tokens = min(num_tokens, shared_tokens)
@@ -222,7 +225,7 @@ class Scheduler:
         num_admitted = min(len(self._waiting), len(self._free_rows))
         prefilling = (request for request in self._running.values() if request.state == "prefill")
         new = [*prefilling, *itertools.islice(self._waiting.values(), num_admitted)]
-        buckets = shared_buckets(len(decodes), self.config.prefill_tokens) if self.config.shares_passes else ()
+        buckets = shared_buckets(len(decodes), self.config.prefill_tokens) if self._shares_passes else ()
         if not buckets or not self._is_few(len(new), decodes) or not _are_usual([*new, *decodes]):
             return None
         num_tokens, num_chunks = buckets[-1]
@@ -230,7 +233,7 @@ class Scheduler:
 
     def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
         """Whether the chunks may run in the pass of the decode step."""
-        if not (self.config.shares_passes and decodes and chunks):
+        if not (self._shares_passes and decodes and chunks):
             return False
         num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
         bucket = shared_bucket(len(decodes), self.config.prefill_tokens, num_tokens, len(chunks))

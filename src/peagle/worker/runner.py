@@ -173,6 +173,11 @@ class Runner:
         if self.drafter is not None and self.config.verify_tokens is None:
             self.budget = DraftBudget(captured.decode_seconds(self.kv_cache.num_pages).__getitem__)
 
+    @property
+    def may_share(self) -> bool:
+        """Whether prompts may run in the pass of a decode step: not while that is a plain one beside a drafter."""
+        return self.budget is None or not self.budget.is_stopped
+
     # Running plans ----------------------------------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> Launch:
