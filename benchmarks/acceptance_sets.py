@@ -23,7 +23,7 @@ from peagle.checkpoint.native import drafter_directory, load_drafter
 from peagle.compare.acceptance import MIXED_PROMPTS_PATH
 from peagle.compare.answers import render_prompt
 from peagle.data.prompts import Prompt, read_prompts, workload_name
-from peagle.decoding.acceptance import Acceptance, VerifiedDraft, acceptance_by_length, verified_drafts
+from peagle.decoding.acceptance import Acceptance, VerifiedDraft, acceptance_by_length
 from peagle.drafter.model import Drafter
 from peagle.engine.outputs import RequestOutput
 from peagle.report.charts import lines
@@ -120,11 +120,7 @@ def measured(
 def _summary(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     first, *others = (output.metrics.acceptance for output in outputs)
     acceptance: Acceptance = sum(others, first)
-    drafts = [
-        draft
-        for output in outputs
-        for draft in verified_drafts(len(output.prompt_token_ids), output.metrics.accepted_by_draft)
-    ]
+    drafts = [draft for output in outputs for draft in output.verified_drafts]
     counts = (acceptance.num_drafts, *acceptance.accepted_per_position)
     return {
         "num_prompts": len(outputs),

@@ -293,7 +293,8 @@ def test_a_server_with_drafts_and_one_without_are_compared():
     assert paired([plain, other]) == [plain, other], "another workload"
     text = markdown_of(report_of(documents[1:]))
     for words in (
-        "With drafts, tiny at http://127.0.0.1:8080 emits 3.00 times the tokens/s at concurrency 1 and 1.50 times the ",
+        "tiny at http://127.0.0.1:8080 emits 3.00 times the tokens/s of plain decoding at concurrency 1 and 1.50 times ",
+        "At concurrency 1 a step with drafts emits 2.50 tokens on average; 0 of ",
         "| with drafts, concurrency 8 | 8 of 8 | 0 | 1.50 | 1,500.0 | 62.5 | 2.50 |",
         "| plain, concurrency 32 | 8 of 8 | 0 | - | 2,000.0 | 15.6 | - |",
     ):
@@ -304,6 +305,8 @@ def test_a_server_with_drafts_and_one_without_are_compared():
         "plain: 100 at 1, 1000 at 8, 2000 at 32; with drafts: 300 at 1, 1500 at 8." in charts["Throughput"].description
     )
     assert "with drafts: 3 at 1, 1.5 at 8." in charts["Speedup over plain decoding"].description
+    documents[1]["results"][3]["spec_decode_acceptance_length"] = None
+    assert "At concurrency 1 no draft was verified; 0 of " in markdown_of(report_of(documents[1:]))
 
 
 def test_a_price_is_added_to_results_that_have_none():
