@@ -293,7 +293,7 @@ def test_a_server_with_drafts_and_one_without_are_compared():
     assert paired([plain, other]) == [plain, other], "another workload"
     text = markdown_of(report_of(documents[1:]))
     for words in (
-        "tiny at http://127.0.0.1:8080 emits 3.00 times the tokens/s of plain decoding at concurrency 1 and 1.50 times ",
+        "at http://127.0.0.1:8080 emits 3.00 times the tokens/s of plain decoding at concurrency 1 and 1.50 times at ",
         "At concurrency 1 a step with drafts emits 2.50 tokens on average; 0 of ",
         "| with drafts, concurrency 8 | 8 of 8 | 0 | 1.50 | 1,500.0 | 62.5 | 2.50 |",
         "| plain, concurrency 32 | 8 of 8 | 0 | - | 2,000.0 | 15.6 | - |",
