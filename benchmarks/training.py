@@ -1,8 +1,8 @@
 """Measures training memory and the effect of settings: the tables of docs/guides/train.md and docs/log.md.
 
-    python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8] \
+    python benchmarks/training.py memory [--shape llama-8b] [--length 20000] [--partitions 1 2 4 8] \\
         [--num-draft-tokens 8 16 32]
-    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base tv lk ...] \
+    python benchmarks/training.py ablations --data DIR --output DIR [--num-steps 500] [--only base tv lk ...] \\
         [--from-drafter shipped]
 
 `memory` trains a random drafter for a few steps on sequences of random ids, for each number of depths and segments, and

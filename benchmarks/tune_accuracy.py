@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.verdict import best_by_concurrency
-from peagle.cli import tune
+from peagle.cli import bench, tune
+from peagle.console.arguments import DrafterArguments, ServedTargetArguments
 from peagle.provenance import provenance
 from peagle.tuning.recommend import recommend
 from peagle.tuning.settings import settings_of, text_of
@@ -67,7 +68,8 @@ def main() -> None:
                 settings = Path(work) / f"{places}.toml"
                 if places not in chosen:
                     found = chosen[places] = recommend(tried(at(documents[0]["cells"], places))) or {}
-                    text = text_of(settings_of(found, options.target, options.drafter), provenance())
+                    drafter = tune.drafter_of(models_of(options), found)
+                    text = text_of(settings_of(found, options.target, drafter), provenance())
                     settings.write_text(text, encoding="utf-8")
                 served[places].append(serve(settings, [*load, "--concurrency", str(places)]))
     merged = summary(documents, fixed)
@@ -89,6 +91,11 @@ def document(*arguments: str) -> dict[str, Any]:
     found = subprocess.run([*PEAGLE, *arguments, "--json"], check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(found.splitlines()[-1])
     return result
+
+
+def models_of(options: argparse.Namespace) -> bench.Arguments:
+    target, drafter = ServedTargetArguments(target=options.target), DrafterArguments(drafter=options.drafter)
+    return bench.Arguments(target=target, drafter=drafter)
 
 
 def in_full(cells: Cells) -> Cells:

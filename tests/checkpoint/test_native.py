@@ -15,9 +15,10 @@ from torch import Tensor
 
 from harness.drafter_passes import card_for, draft_logits
 from harness.tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
-from peagle.checkpoint.native import load_drafter, save_drafter
+from peagle.checkpoint.native import drafter_directory, load_drafter, save_drafter
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
+from peagle.targets.catalog import ASSETS
 from peagle.targets.hf import HFTarget
 
 Tensors = dict[str, Tensor]
@@ -412,3 +413,8 @@ def test_a_drafter_that_ships_is_found_by_its_name_and_until_then_the_error_name
     saved(tmp_path / "assets" / "tiny-eagle3", target, drafter=tiny_drafter(target, parallel=False))
     assert load_drafter("tiny-eagle3", target).config.method == "eagle3"
     assert load_drafter(None, target).config.method == "p-eagle"
+
+
+def test_a_fine_tuned_target_finds_the_drafter_of_the_original_by_its_name() -> None:
+    name = "smollm2-135m-instruct-p-eagle"
+    assert drafter_directory(name, tiny_target()) == ASSETS / name

@@ -1,6 +1,5 @@
 """What a run reads: files told apart by their first row, rows set apart, and what is said about them."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from harness.tiny_models import tiny_target
+from harness.training_runs import written
 from peagle.checkpoint.card import TargetIdentity
 from peagle.data.conversations import Conversation, has_answers
 from peagle.data.shard_writer import ShardWriter
@@ -21,11 +21,6 @@ from peagle.training.distributed import World
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
-
-
-def written(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def settings(data, **changes):

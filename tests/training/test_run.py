@@ -1,28 +1,21 @@
-"""A whole run on a tiny target: from a file of conversations to a drafter that loads, and what is refused before."""
+"""A whole run on a tiny target: from conversations to a drafter that loads, and from one drafter to the next."""
 
 import importlib.util
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from harness.tiny_models import tiny_target, tiny_tokenizer
-from peagle.checkpoint.card import TargetIdentity, read_card
+from harness.tiny_models import tiny_target
+from harness.tiny_training import ignore
+from harness.training_runs import greedy_answers, metrics_of, settings, shards, written
+from peagle.checkpoint.card import read_card
 from peagle.checkpoint.native import load_drafter, save_drafter
 from peagle.data.conversations import read_conversations
-from peagle.data.shard_writer import ShardWriter
-from peagle.data.shards import Row
-from peagle.engine.llm import LLM
-from peagle.errors import CheckpointError, ConfigError, DataError
-from peagle.objective.config import TrainConfig
-from peagle.sampling_params import SamplingParams
-from peagle.targets.hf import HFTarget
+from peagle.errors import CheckpointError, ConfigError
 from peagle.training import initial_drafter
 from peagle.training.replay import replay
 from peagle.training.run import train_drafter
@@ -38,37 +31,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def data(target, tmp_path_factory):
-    """Greedy answers of the target to six prompts, as a file."""
-    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
-    prompts = [target.tokenizer(f"the user asks {n}")["input_ids"] for n in range(6)]
-    with LLM(target, None, max_length=48) as llm:
-        answers = [output.outputs[0].token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=20))]
-    rows = [{"prompt_ids": p, "answer_ids": a, "temperature": 0} for p, a in zip(prompts, answers, strict=True)]
-    return written(path, *rows)
-
-
-def settings(data, output, **changes):
-    values = {
-        "held_out": data,
-        "num_layers": 1,
-        "num_draft_tokens": 3,
-        "max_length": 40,
-        "batch_size": 2,
-        "num_steps": 4,
-        "warmup_steps": 1,
-        "log_every": 2,
-        "save_every": 2,
-        "compile": "off",
-    }
-    return TrainConfig(data=data, output=output, **(values | changes))
-
-
-def ignore(step, metrics):
-    pass
-
-
-def metrics_of(output):
-    return [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    return greedy_answers(target, tmp_path_factory.mktemp("data") / "answers.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -323,23 +286,6 @@ def test_layers_tapped_for_another_drafter_do_not_become_the_default(data, tmp_p
     assert read_card(other).aux_layer_ids == (1, 3)
 
 
-def written(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def shards(directory, target, temperatures):
-    """Rows of the given temperatures as `peagle data` would have written them."""
-    with ShardWriter(directory, "synthesize", TargetIdentity.of(target), {"seed": 0}) as writer:
-        rows = []
-        for key, temperature in enumerate(temperatures):
-            ids = np.random.default_rng(key).integers(3, 260, 24).astype(np.int32)
-            rows.append(Row(key, ids, ((6, 24),), temperature))
-        writer.append(rows, [])
-        writer.finish()
-    return directory
-
-
 def test_greedy_rows_are_set_apart_where_none_are_given(target, tmp_path):
     data = shards(tmp_path / "data", target, [0.0, 0.7] * 40)
     train_drafter(target, settings(data, tmp_path / "out", held_out=None, num_held_out=3, num_steps=1), ignore)
@@ -348,34 +294,6 @@ def test_greedy_rows_are_set_apart_where_none_are_given(target, tmp_path):
     assert card.data["num_conversations"] == 77 and card.data["num_answer_tokens"] == 77 * 18
     assert card.data["made_by"] == "synthesize" and card.data["settings"] == {"seed": 0}
     assert card.acceptance["held_out_replay"]["num_drafts"] > 0
-
-
-def test_bad_settings_and_data_are_refused_before_anything_is_written(target, data, tmp_path):
-    prompt_only = written(tmp_path / "prompt_only.jsonl", {"prompt_ids": list(range(3, 60)), "answer_ids": [5, 6]})
-    strange = shards(tmp_path / "strange", tiny_target(seed=5), [0.0])
-    one_token = written(tmp_path / "one_token.jsonl", {"prompt_ids": [4, 5, 6], "answer_ids": [7]})
-    cases = [
-        ({"max_length": 513}, ConfigError, "max_length 513 exceeds the target's 512", "use at most 512"),
-        ({"num_layers": 9}, ConfigError, "num_layers 9 exceeds the target's 8", "init = random"),
-        ({"data": tmp_path / "no.jsonl"}, DataError, "no file at", "existing file"),
-        ({"held_out": tmp_path / "no.jsonl"}, DataError, "no file at", "existing file"),
-        ({"data": prompt_only}, DataError, "none of its 1 rows has an answer token", "raise max_length"),
-        ({"data": one_token}, DataError, "no row has an answer of two or more tokens", "longer answers"),
-        ({"aux_layer_ids": (2, 8)}, ConfigError, "aux_layer_ids must", "default"),
-        ({"mask_token_id": 288}, ConfigError, "mask_token_id must be between 0 and 287", ""),
-        ({"draft_vocab_size": 289}, ConfigError, "draft_vocab_size 289 exceeds the target's 288", "omit it"),
-        ({"data": tmp_path}, DataError, "not a shard directory: no manifest.json", "peagle data"),
-        ({"data": strange}, DataError, "not by 'tiny': the weights differ", "its own target"),
-        ({"held_out": strange}, DataError, "not by 'tiny': the weights differ", "its own target"),
-    ]
-    output = tmp_path / "drafter"
-    for changes, kind, words, hint in cases:
-        values = {"data": data, "output": output} | changes
-        with pytest.raises(kind) as caught:
-            train_drafter(target, settings(**values), ignore)
-        assert words in caught.value.message, changes
-        assert hint in (caught.value.hint or ""), changes
-        assert not output.exists(), changes
 
 
 def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished, tmp_path):
@@ -397,57 +315,6 @@ def test_a_drafter_that_cannot_be_gone_on_from_is_refused(target, data, finished
             train_drafter(chosen, settings(**values), ignore)
         assert "cannot train from" in caught.value.message and words in caught.value.message, changes
         assert not output.exists(), changes
-
-
-def test_an_unfinished_run_of_another_target_is_refused(target, data, tmp_path):
-    def interrupt(step, metrics):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_drafter(target, settings(data, tmp_path), interrupt)
-    with pytest.raises(ConfigError, match="target_weights was"):
-        train_drafter(tiny_target(seed=5), settings(data, tmp_path), ignore)
-
-
-def test_an_unfinished_run_is_not_gone_on_with_on_other_text(target, tmp_path):
-    def interrupt(step, metrics):
-        raise KeyboardInterrupt
-
-    rows = [{"prompt_ids": [3, 4, 5], "answer_ids": list(range(start, start + 12))} for start in (20, 40, 60, 80)]
-    data = written(tmp_path / "rows.jsonl", *rows)
-    held_out = written(tmp_path / "held_out.jsonl", *rows[:2])
-    config = settings(data, tmp_path / "drafter", held_out=held_out)
-    with pytest.raises(KeyboardInterrupt):
-        train_drafter(target, config, interrupt)
-    otherwise_cut = [{"prompt_ids": [3, 4, 5, rows[0]["answer_ids"][0]], "answer_ids": rows[0]["answer_ids"][1:]}]
-    for path, others, name in (
-        (data, rows[::-1], "data_contents"),
-        (data, otherwise_cut + rows[1:], "data_contents"),
-        (held_out, rows[1:3], "held_out_contents"),
-    ):
-        earlier = path.read_text()
-        written(path, *others)
-        with pytest.raises(ConfigError, match=f"{name} was"):
-            train_drafter(target, config, ignore)
-        path.write_text(earlier)
-    train_drafter(target, config, ignore)
-
-
-def test_layers_that_cannot_be_copied_are_refused_before_prompts_are_answered(tmp_path, monkeypatch):
-    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 512}
-    target = HFTarget(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **shape)), tiny_tokenizer(), name="experts")
-    prompts = written(tmp_path / "prompts.jsonl", {"prompt": "why?"})
-
-    def answer(*_):
-        raise AssertionError("nothing may be written yet")
-
-    monkeypatch.setattr("peagle.training.data.answer_dialogs", answer)
-    with pytest.raises(ConfigError) as caught:
-        train_drafter(target, settings(prompts, tmp_path / "out", held_out=None), ignore)
-    assert "to start from" in caught.value.message and "init = random" in caught.value.hint
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_recipe_goes_from_prompts_to_a_replayed_drafter(data, tmp_path, monkeypatch, capsys):

@@ -1,84 +1,19 @@
 """The server in front of vLLM, whose part a stub process plays: what is forwarded, refused, counted and told."""
 
-import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
+from harness.running_proxy import CHAT, running
 from harness.stub_vllm import stub_python
-from peagle.sagemaker.serving import SAGEMAKER_ROUTES
-from peagle.server.auth import ApiKeys
-from peagle.server.lifecycle import Lifecycle, Server, bind
 from peagle.server.metrics import MIN_WINDOW_DRAFTS
-from peagle.server.settings import ServerSettings
-from peagle.vllm.command import Command
-from peagle.vllm.process import VllmProcess, find_vllm
-from peagle.vllm.proxy import ProxyService, create_proxy_app
-from peagle.vllm.proxy_bodies import Served
-
-COMMAND = Command(("vllm", "serve", "target", "--served-model-name", "mine"), {}, 5, 2)
-SERVED = {
-    "names": ("mine",),
-    "target": "target",
-    "engine": "vLLM 0.32.0",
-    "max_batch": 2,
-    "num_draft_tokens": 5,
-    "method": "p-eagle",
-    "drafter_name": "head",
-    "acceptance": {"some": {"per_position": [0.9, 0.8, 0.7, 0.6, 0.5]}},
-}
-CHAT = {"messages": [{"role": "user", "content": "the user asks"}], "max_tokens": 6}
-
-
-class Running:
-    def __init__(self, url, server, lifecycle, process):
-        self.url, self.server, self.lifecycle, self.process = url, server, lifecycle, process
-        self.http = httpx.Client(base_url=url, timeout=30)
-
-    def post(self, path="/v1/chat/completions", **changes):
-        return self.http.post(path, json=CHAT | changes)
-
-    def metric(self, name):
-        lines = [line for line in self.http.get("/metrics").text.splitlines() if line.startswith(name)]
-        assert len(lines) == 1, f"{name}: {lines}"
-        return float(lines[0].rpartition(" ")[2])
-
-
-@contextlib.contextmanager
-def running(interpreter, keys=(), served=None, **settings) -> Iterator[Running]:
-    own = ServerSettings(port=0, **settings)
-    listener = bind(own)
-    process = VllmProcess(interpreter)
-
-    def load():
-        process.start(COMMAND, os.environ)
-        process.wait_healthy(30)
-        return process
-
-    served = Served(**(SERVED | (served or {})))
-    lifecycle = Lifecycle(own, load, lambda child: ProxyService(child, served, own), process.end)
-    server = Server(create_proxy_app(own, ApiKeys(keys), lifecycle, SAGEMAKER_ROUTES), lifecycle)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    found = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", server, lifecycle, process)
-    try:
-        deadline = time.monotonic() + 30
-        while lifecycle.state != "ready":
-            assert time.monotonic() < deadline and lifecycle.failure is None, lifecycle.failure
-            time.sleep(0.01)
-        yield found
-    finally:
-        found.http.close()
-        server.lifecycle.begin_drain()
-        thread.join(20)
-        assert not thread.is_alive() and process.returncode is not None
+from peagle.vllm.process import find_vllm
 
 
 @pytest.fixture(scope="module")
@@ -337,54 +272,6 @@ def test_a_process_that_no_longer_answers_its_health_check_is_not_ready(python, 
         os.kill(pid, signal.SIGCONT)
         wait_for(200)
     assert "its health check fails" in caplog.text and "its health check passes again" in caplog.text
-
-
-def ask_slowly(proxy, max_tokens):
-    """Returns when the request is in flight; its answer is in the list when the thread has ended."""
-    answers, body = [], {"prompt": "slow", "max_tokens": max_tokens}
-    thread = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=30))
-    )
-    thread.start()
-    while not proxy.lifecycle.num_in_flight:
-        time.sleep(0.01)
-    return thread, answers
-
-
-def test_drain_lets_answers_finish_and_then_ends_the_engine(python):
-    with running(python) as proxy:
-        thread, answers = ask_slowly(proxy, max_tokens=5)
-        proxy.server.lifecycle.begin_drain()
-        while not proxy.lifecycle.is_draining:
-            time.sleep(0.01)
-        assert proxy.post().json()["error"]["code"] == "server_draining"
-        thread.join()
-    assert answers[0].status_code == 200 and proxy.process.returncode == 0
-
-
-def test_a_request_whose_body_comes_while_the_drain_begins_is_answered(python):
-    with running(python) as proxy:
-
-        def body():
-            yield b'{"prompt": "a",'
-            while not proxy.lifecycle.num_in_flight:
-                time.sleep(0.01)
-            proxy.server.lifecycle.begin_drain()
-            while not proxy.lifecycle.is_draining:
-                time.sleep(0.01)
-            yield b'"max_tokens": 2}'
-
-        headers = {"Content-Type": "application/json"}
-        response = proxy.http.post("/v1/completions", content=body(), headers=headers)
-    assert response.status_code == 200, response.text
-
-
-def test_answers_that_outlast_the_drain_are_ended_with_an_error(python):
-    with running(python, drain_seconds=0.3) as proxy:
-        thread, answers = ask_slowly(proxy, max_tokens=100)
-        proxy.server.lifecycle.begin_drain()
-        thread.join()
-    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "aborted"
 
 
 def test_a_failure_of_the_engine_is_told_in_general_words_and_logged(proxy, caplog):

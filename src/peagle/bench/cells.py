@@ -171,7 +171,7 @@ class CellResult:
 
     def report(self) -> dict[str, Any]:
         """A JSON-ready summary; None for what was not measured."""
-        acceptance = self.acceptance
+        acceptance, drafts = self.acceptance, [draft for answer in self.answers for draft in answer.drafts]
         compared = (self.comparison or Comparison(0, (), 0.0)).report()
         return {
             "method": self.cell.method,
@@ -190,7 +190,7 @@ class CellResult:
             "acceptance_length": None if acceptance is None else round(acceptance.acceptance_length, 4),
             "per_position": None if acceptance is None else [round(share, 4) for share in acceptance.per_position],
             "num_drafts": None if acceptance is None else acceptance.num_drafts,
-            "by_length": acceptance_by_length(draft for answer in self.answers for draft in answer.drafts),
+            "by_length": None if acceptance is None else acceptance_by_length(drafts),
             "num_verified_draft_tokens": None if acceptance is None else self.num_verified,
             "step": None if self.step is None else self.step.report(),
             "memory_bytes": self.memory_bytes,

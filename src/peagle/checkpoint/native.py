@@ -39,6 +39,7 @@ from peagle.drafter.model import Drafter
 from peagle.drafter.pair_head import PairHead
 from peagle.drafter.vocab import read_table
 from peagle.errors import CheckpointError, nearest
+from peagle.targets.catalog import ASSETS
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
@@ -199,6 +200,8 @@ def _shipped(path: Path, target: "HFTarget") -> Path:
     if is_name and target.entry is not None:
         message += f", and the catalog has no drafter of that name for {target.name}"
         hint = nearest(str(path), [drafter.variant for drafter in target.entry.drafters])
+    elif is_name and (ASSETS / path / CONFIG_NAME).is_file():  # for a fine-tune of its target
+        return ASSETS / path
     elif is_name and (shipped := target.shipped_drafter) is not None:
         directory = shipped.with_name(path.name)
         if directory.is_dir():

@@ -370,7 +370,9 @@ def with_positional(options: D, name: str, value: str | None) -> D:
 def check_directory(output: Path) -> None:
     """Refuse a file where a command writes a directory, before anything is loaded."""
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file, not a directory", hint="pass a new one")
+        raise ConfigError(
+            f"{output} is a file, not a directory", hint="pass a directory, or a path that does not exist yet"
+        )
 
 
 def accelerator(target: "HFTarget") -> str | None:

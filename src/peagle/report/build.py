@@ -45,7 +45,8 @@ def read_document(path: Path) -> dict[str, Any]:
         if isinstance(found, dict) and kind_of(found) is not None:
             return found
     raise ConfigError(
-        f"{path} is not a result of peagle", hint=f"pass what `--json` of {', '.join(KINDS.values())} prints"
+        f"{path} is not a result of peagle",
+        hint="pass what `--json` of bench, bench serve, tune, lossless or eval prints",
     )
 
 

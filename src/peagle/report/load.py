@@ -158,8 +158,9 @@ def _pair_summary(document: Mapping[str, Any], rows: Sequence[Row], compared: Se
     """Three sentences on a server with drafts beside one without: how fast, how soon, at what cost or acceptance."""
     low, high = compared[0], compared[-1]
     ends = [low] if low is high else [low, high]
-    speeds = " and ".join(f"{row['speedup']:.2f} times the tokens/s at {_load(row)}" for row in ends)
-    said = [f"With drafts, {document['model_id']} at {document['base_url']} emits {speeds} of plain decoding."]
+    speeds = " and ".join(f"{row['speedup']:.2f} times at {_load(row)}" for row in ends)
+    speeds = speeds.replace(" times ", " times the tokens/s of plain decoding ", 1)
+    said = [f"With drafts, {document['model_id']} at {document['base_url']} emits {speeds}."]
     plain = next(row for row in rows if row["label"] == PLAIN and _load(row) == _load(low))
     if plain["median_tpot_ms"] and low["median_tpot_ms"]:
         change = f"from {plain['median_tpot_ms']:.2f} to {low['median_tpot_ms']:.2f} ms"
@@ -170,9 +171,9 @@ def _pair_summary(document: Mapping[str, Any], rows: Sequence[Row], compared: Se
         spent = f"{dollars(last['drafted_usd_per_million'])} instead of {dollars(last['plain_usd_per_million'])}"
         paid = f"at ${price['charged_usd_per_hour']:,.2f} per hour on {price['date']}"
         return [*said, f"At concurrency {last['concurrency']} a million output tokens cost {spent}, {paid}."]
-    length, failed = low["spec_decode_acceptance_length"], sum(row["failed"] for row in rows)
-    drafts = f"A step with drafts emits {length:.2f} tokens on average"
-    return [*said, f"{drafts}; {failed} of {sum(row['num_prompts'] for row in rows)} requests failed."]
+    length, failed = low.get("spec_decode_acceptance_length"), sum(row["failed"] for row in rows)
+    emitted = "no draft was verified" if length is None else f"a step with drafts emits {length:.2f} tokens on average"
+    return [*said, f"At {_load(low)} {emitted}; {failed} of {sum(row['num_prompts'] for row in rows)} requests failed."]
 
 
 def _load(row: Row) -> str:
