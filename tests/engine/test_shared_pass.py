@@ -86,3 +86,22 @@ def test_passes_that_adjust_or_score_logits_are_not_shared(models: tuple[HFTarge
         engine.add(PROMPTS[0], SamplingParams(max_tokens=8))
         engine.step()
     engine.close()
+
+
+def test_plain_steps_of_an_engine_with_a_drafter_are_not_shared(models: tuple[HFTarget, HFTarget, Drafter]) -> None:
+    _, served, drafter = models
+    engine = Engine(served, drafter, 4, EngineConfig(page_size=4, max_batch=6, max_length=160, verify_tokens=0))
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    shared = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: shared.append(plan.shares_pass) or launch(plan)  # type: ignore[method-assign]
+    for num_draft_tokens, expected in ((0, [False, False]), (4, [False, True])):
+        for index in (0, 2):
+            params = SamplingParams(max_tokens=8, ignore_eos=True, num_draft_tokens=num_draft_tokens)
+            engine.add(PROMPTS[index], params)
+            engine.step()
+        assert shared == expected
+        engine.reset()
+        engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+        shared.clear()
+    engine.close()

@@ -256,7 +256,7 @@ class Engine:
         if any(request.is_running for request in self._guided):
             self._collect(depth=0)  # what a grammar allows next depends on the emitted tokens
         started = time.perf_counter()
-        plan = self.scheduler.plan(self._shared_tokens(), self.runner.may_share)
+        plan = self.scheduler.plan(self._shared_tokens(), self._may_share())
         if plan.is_empty:
             self._collect(depth=0)
         else:
@@ -267,11 +267,15 @@ class Engine:
         finished, self._finished = self._finished, []
         return finished
 
+    def _may_share(self) -> bool:
+        """Whether the next decode step is one that prompts may run in: with a drafter, only if it has drafts."""
+        has_drafts = self.drafter is None or any(request.has_drafts for request in self.scheduler.running)
+        return has_drafts and self.runner.may_share
+
     def _shared_tokens(self) -> int | None:
         """On a CPU, with callers that follow their answers: prompt tokens per step that do not stall the others."""
-        if self.pace is None or not any(each.on_update for each in self._pending.values()):
-            return None
-        return self.pace.num_tokens
+        has_streams = any(each.on_update for each in self._pending.values())
+        return self.pace.num_tokens if self.pace is not None and has_streams else None
 
     def _launch(self, plan: Plan, started: float) -> None:
         """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts.
