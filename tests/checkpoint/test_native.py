@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.drafter_passes import card_for, draft_logits
 from harness.tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 from peagle.checkpoint.native import drafter_directory, load_drafter, save_drafter
+from peagle.checkpoint.pairing import check_drafter
 from peagle.drafter.model import Drafter
 from peagle.errors import CheckpointError
 from peagle.targets.catalog import ASSETS
@@ -418,3 +419,6 @@ def test_a_drafter_that_ships_is_found_by_its_name_and_until_then_the_error_name
 def test_a_fine_tuned_target_finds_the_drafter_of_the_original_by_its_name() -> None:
     name = "smollm2-135m-instruct-p-eagle"
     assert drafter_directory(name, tiny_target()) == ASSETS / name
+    check_drafter(name, None)
+    with pytest.raises(CheckpointError, match="no directory smollm2-135m-instruct-p-eagel"):
+        check_drafter("smollm2-135m-instruct-p-eagel", None)

@@ -33,13 +33,12 @@ from peagle.checkpoint.layouts import (
     weights_files,
 )
 from peagle.checkpoint.pair_head import read_pair_head, stored_tables
-from peagle.checkpoint.pairing import HOLDS, check_complete, check_sizes
+from peagle.checkpoint.pairing import HOLDS, check_complete, check_sizes, in_package
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.model import Drafter
 from peagle.drafter.pair_head import PairHead
 from peagle.drafter.vocab import read_table
 from peagle.errors import CheckpointError, nearest
-from peagle.targets.catalog import ASSETS
 
 if TYPE_CHECKING:
     from peagle.targets.hf import HFTarget
@@ -200,8 +199,8 @@ def _shipped(path: Path, target: "HFTarget") -> Path:
     if is_name and target.entry is not None:
         message += f", and the catalog has no drafter of that name for {target.name}"
         hint = nearest(str(path), [drafter.variant for drafter in target.entry.drafters])
-    elif is_name and (ASSETS / path / CONFIG_NAME).is_file():  # for a fine-tune of its target
-        return ASSETS / path
+    elif (directory := in_package(path)) is not None:  # for a fine-tune of its target
+        return directory
     elif is_name and (shipped := target.shipped_drafter) is not None:
         directory = shipped.with_name(path.name)
         if directory.is_dir():

@@ -46,11 +46,17 @@ def _small_files(drafter: str) -> Path | None:
     path = Path(drafter).expanduser()
     if path.is_dir():
         return complete_directory(path)
-    if (ASSETS / path.name).is_dir() and len(path.parts) == 1:
-        return ASSETS / path.name
+    if (shipped := in_package(path)) is not None:
+        return shipped
     if not _is_id(drafter):
         return None
     return hub.cached(drafter, "drafter") or hub.published(drafter, CONFIG_NAME, CARD_NAME)
+
+
+def in_package(drafter: Path) -> Path | None:
+    """The directory of the drafter that ships under this name; None if there is none."""
+    directory = ASSETS / drafter
+    return directory if len(drafter.parts) == 1 and (directory / CONFIG_NAME).is_file() else None
 
 
 def _is_id(drafter: str) -> bool:
@@ -92,6 +98,8 @@ def check_drafter(drafter: str, entry: CatalogEntry | None) -> None:
     if _is_id(drafter):
         if hub.cached(drafter, "drafter") is None:
             hub.check_published(drafter, "drafter")
+        return
+    if entry is None and in_package(path) is not None:  # for a fine-tune of its target
         return
     if entry is None or len(path.parts) != 1:
         raise CheckpointError(f"no directory {path}", hint=HOLDS)
