@@ -4,7 +4,7 @@ Shapes: B requests of a pass, L tokens per request, E = L + 3, N rows of logits,
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from peagle.decoding.grammar import Draft
-from peagle.scheduling.draft_budget import Choice
+from peagle.scheduling.draft_budget import Choice, DraftBudget, DraftCurve
 from peagle.scheduling.plan import Chunk
 from peagle.scheduling.request import Request, TokenLogprobs
 from peagle.worker.logprobs import LaunchLogprobs, LogprobSpan
+from peagle.worker.row_state import RowState
+from peagle.worker.transfers import Transfers
 
 
 class PassResult(NamedTuple):
@@ -80,10 +82,33 @@ class Pass:
     drafts: dict[int, Tensor] = field(default_factory=dict)
     """for requests with a grammar, by place in `requests`: the fields of each `Draft`, float64 [3, M]"""
 
+    @classmethod
+    def of_prompts(
+        cls, chunks: Sequence[Chunk], result: PassResult, transfers: Transfers, logprobs: LaunchLogprobs
+    ) -> "Pass":
+        """The first tokens of the requests whose last chunk ran. The caller fetches `logprobs`."""
+        lines = [line for line, chunk in enumerate(chunks) if chunk.is_last]
+        requests, emitted = [chunks[line].request for line in lines], transfers.fetch(result.emitted_BE[: len(chunks)])
+        made = cls(requests, [request.epoch for request in requests], emitted, lines, False)
+        made.add_logprobs(result, logprobs)
+        return made
+
     @property
     def num_accepted(self) -> int:
         """Accepted drafts."""
         return int((self.emitted[:, 0] - 1).sum())
+
+    def teach(self, budget: DraftBudget) -> None:
+        """Let the budget learn from a decode pass that was collected."""
+        if self.choice is None:
+            return
+        budget.observe_time(self.choice, 1 + self.num_accepted / len(self.requests))
+        if self.curve is None:
+            return
+        budget.observe_accepted(self.num_accepted, self.choice)
+        counts, sums = self.curve.tolist()
+        if counts[-1]:
+            budget.observe(DraftCurve(counts, sums), self.choice.num_drafting)
 
     def add_logprobs(self, result: PassResult, logprobs: LaunchLogprobs) -> None:
         """Compute the log-probabilities of the emitted tokens for the requests that ask for them."""
@@ -91,6 +116,13 @@ class Pass:
             if request.params.logprobs is not None:
                 logits_LV = result.logits_NV[result.place_BL[line]]
                 self.logprobs[index] = logprobs.add(logits_LV, result.emitted_BE[line, 3:], request.params.logprobs)
+
+    def fetch_drafts(self, state: RowState, transfers: Transfers) -> None:
+        """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
+        for index, request in enumerate(self.requests):
+            if request.guide is not None:
+                tables = (state.tokens[:, 1:], state.parent[:, 1:], state.confidence)
+                self.drafts[index] = transfers.fetch(torch.stack([table[request.row].double() for table in tables]))
 
     @staticmethod
     def scores(result: PassResult, logprobs: LaunchLogprobs, scored: list[tuple[Chunk, range]]) -> list[PromptScores]:

@@ -215,7 +215,7 @@ class Runner:
             chunks = chunk_views(torch.from_numpy(upload).to(self.device), *bucket)
             decoded, prefilled = self.shared_pass.run(torch.tensor(rows, device=self.device), chunks)
         logprobs = LaunchLogprobs()
-        first = self._prefilled(plan, prefilled, logprobs)
+        first = Pass.of_prompts(plan.chunks, prefilled, self._transfers, logprobs)
         logprobs.fetch(self._transfers)
         if self.budget is not None:
             choice = self.budget.resized(choice, len(decoded.emitted_BE), len(decoded.logits_NV))
@@ -232,7 +232,7 @@ class Runner:
                 draft()
                 launch.prefill_seconds += time.perf_counter() - started
             for made in launch.passes:
-                self._fetch_drafts(made)
+                made.fetch_drafts(self.state, self._transfers)
             # A request may have ended with its first token.
             decodes = [request for request in plan.decodes if request.is_running]
             if decodes:
@@ -268,19 +268,11 @@ class Runner:
             prefilled = self.prefill.run(chunks, adjustments, scored_S)
             result, draft = prefilled.result, partial(self.prefill.draft, prefilled)
         logprobs = LaunchLogprobs()
-        made = self._prefilled(plan, result, logprobs)
+        made = Pass.of_prompts(plan.chunks, result, self._transfers, logprobs)
         launch.scores = made.scores(result, logprobs, scored)
         logprobs.fetch(self._transfers)
         launch.passes.append(made)
         return draft if any(chunk.request.has_drafts for chunk in plan.chunks) else None
-
-    def _prefilled(self, plan: Plan, result: PassResult, logprobs: LaunchLogprobs) -> Pass:
-        """The first tokens of the requests whose last chunk ran; the caller fetches `logprobs`."""
-        last = [(line, chunk.request) for line, chunk in enumerate(plan.chunks) if chunk.is_last]
-        emitted, requests = self._transfers.fetch(result.emitted_BE[: len(plan.chunks)]), [each for _, each in last]
-        made = Pass(requests, [request.epoch for request in requests], emitted, [line for line, _ in last], False)
-        made.add_logprobs(result, logprobs)
-        return made
 
     def _decode(self, requests: Sequence[Request], choice: Choice | None) -> Pass:
         rows = [cast(int, request.row) for request in requests]
@@ -303,7 +295,7 @@ class Runner:
         logprobs = LaunchLogprobs()
         made.add_logprobs(result, logprobs)
         logprobs.fetch(self._transfers)
-        self._fetch_drafts(made)
+        made.fetch_drafts(self.state, self._transfers)
         return made
 
     def _choose(self, requests: Sequence[Request]) -> Choice:
@@ -344,16 +336,9 @@ class Runner:
 
     def observe(self, launch: Launch) -> None:
         """Let the budget learn from a collected launch."""
-        for made in launch.passes:
-            if self.budget is None or made.choice is None:
-                continue
-            self.budget.observe_time(made.choice, 1 + made.num_accepted / len(made.requests))
-            if made.curve is None:
-                continue
-            self.budget.observe_accepted(made.num_accepted, made.choice)
-            counts, sums = made.curve.tolist()
-            if counts[-1]:
-                self.budget.observe(DraftCurve(counts, sums), made.choice.num_drafting)
+        if self.budget is not None:
+            for made in launch.passes:
+                made.teach(self.budget)
 
     def observe_host(self, seconds: float, num_requests: int) -> None:
         """Let the budget learn how long the host worked on a decode step while the device ran the one before."""
@@ -363,14 +348,6 @@ class Runner:
     def _adjustments_for(self, requests: Sequence[Request]) -> Adjustments | None:
         """The tables, if a request of the pass adjusts its logits."""
         return self.uploads.adjustments if any(request.adjusts for request in requests) else None
-
-    def _fetch_drafts(self, made: Pass) -> None:
-        """Fetch the drafts of requests with a grammar: the host decides which of them to verify."""
-        for index, request in enumerate(made.requests):
-            if request.guide is not None:
-                tables = (self.state.tokens[:, 1:], self.state.parent[:, 1:], self.state.confidence)
-                drafts_3M = torch.stack([table[request.row].double() for table in tables])
-                made.drafts[index] = self._transfers.fetch(drafts_3M)
 
     # Start-up ---------------------------------------------------------------------------------------------------------
 
