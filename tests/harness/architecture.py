@@ -295,7 +295,8 @@ def circle_complaints(sources: list[Source]) -> list[str]:
     }
     complaints = []
     for module in imported:
-        paths, seen = [[module]], set()
+        paths = [[module]]
+        seen: set[str] = set()
         while paths:
             path = paths.pop(0)
             if module in imported[path[-1]]:
