@@ -153,7 +153,7 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelArguments(ModelArguments):
-    """The same for commands that only decode, whose target may be rounded to few bits."""
+    """The same for commands that only decode, whose target may be quantized."""
 
     target: ServedTargetArguments = field(default_factory=ServedTargetArguments)
 
