@@ -33,7 +33,7 @@ def table_of(tuned: dict[str, Any]) -> Table:
 
 
 def lines_of(tuned: dict[str, Any]) -> list[str]:
-    """The recommendation, what to expect, and where drafting stops to pay."""
+    """The recommendation, what to expect, and where drafting stops paying."""
     depth, expected = tuned["num_draft_tokens"], tuned["expected"]
     drafts = "the engine chooses the drafts" if depth is None else f"--num-draft-tokens {depth}"
     if depth:
