@@ -52,7 +52,7 @@ AUTO = (None,)
 @dataclass(frozen=True)
 class Arguments(ServedModelArguments):
     methods: Names = DEFAULT_METHODS
-    """of none (plain decoding), eagle3, p-eagle"""
+    """any of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = AUTO
     """verify this many draft tokens in every step, skipping what the drafter was not trained for; auto: the engine
     decides in each step"""

@@ -41,13 +41,13 @@ class Arguments(ServedModelArguments):
     max_tpot: float | None = None
     """choose the most tokens/s whose 99th percentile of the time per output token stays within this many ms"""
     methods: Names = bench.DEFAULT_METHODS
-    """of none (plain decoding), eagle3, p-eagle"""
+    """any of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
     """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: its
     own choice"""
     allow_quantize: Names | None = None
-    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; the answers are then those of
-    the rounded model"""
+    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; answers are then those of the
+    quantized model"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
