@@ -113,7 +113,7 @@ def test_experts_with_an_unknown_gate_stay_plain_with_one_warning(
     monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, dim=-1)[0])
     quantized_family("qwen3-moe")
     (line,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line == "Qwen3MoeExperts stay in torch.float32: their gate is not known"
+    assert line == "Qwen3MoeExperts stay in torch.float32: their gate is unknown"
 
 
 @pytest.mark.parametrize("family", FORM_OF)

@@ -106,7 +106,7 @@ def check_quantized(model: "PreTrainedModel", form: str) -> None:
         type(module).__name__ for module in layers.modules() for own in module._parameters.values() if _is_stack(own)
     }
     if stacks:
-        log.warning("%s stay in %s: their gate is not known", ", ".join(sorted(stacks)), model.dtype)
+        log.warning("%s stay in %s: their gate is unknown", ", ".join(sorted(stacks)), model.dtype)
 
 
 def _is_stack(parameter: nn.Parameter | None) -> bool:
