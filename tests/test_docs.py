@@ -238,7 +238,7 @@ def unknown_flags(text: str, flags: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_use_flags_that_exist(path: Path) -> None:
     if path.name in {"log.md", "CHANGELOG.md"}:
-        pytest.skip("history: commands are those of the day")
+        pytest.skip("history: old commands may be gone")
     flags = runpy.run_path(str(ROOT / "tests" / "cli" / "test_surface.py"))["FLAGS"]
     assert unknown_flags(path.read_text(), flags) == []
 

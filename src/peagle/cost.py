@@ -263,7 +263,7 @@ def _where(cell: Mapping[str, Any]) -> str:
 
 
 def hourly_lines(price: Price, num_instances: int, max_instances: int | None) -> list[str]:
-    """What running a deployment costs, whatever it answers."""
+    """What a deployment costs per hour and month, at any load."""
     usual = num_instances * price.usd_per_hour
     most = "" if max_instances is None else f", at most {dollars(max_instances * price.usd_per_hour)} when scaled out"
     sums = f"{dollars(usual)} per hour, {dollars(usual * HOURS_A_MONTH)} a month"

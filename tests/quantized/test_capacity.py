@@ -62,7 +62,7 @@ def test_the_check_of_memory_counts_what_is_kept(tmp_path: Path, monkeypatch: py
     size: dict[str, Any] = {"num_parameters": entry.num_parameters, "entry": entry}
     assert not check("gpt-oss-120b", 80, **size)
     refused = check("gpt-oss-120b", 48, **size)
-    assert "116.8 billion parameters in few bits, as they are stored, take 65.2 GB, but a GPU has 48.0 GB" in refused
+    assert "116.8 billion parameters in their quantized form take 65.2 GB, but a GPU has 48.0 GB" in refused
     assert "vLLM spreads it over several GPUs" in refused and "--quantize" not in refused
     monkeypatch.setattr(hub, "few_bit_bytes", lambda name: 5 * 10**9 if name == "some/awq" else None)
     assert not check("some/awq", 6, num_parameters=8 * 10**9)
@@ -71,7 +71,7 @@ def test_the_check_of_memory_counts_what_is_kept(tmp_path: Path, monkeypatch: py
     size = {"num_parameters": capacity.count_parameters(tmp_path), "directory": tmp_path}
     stored = kept_bytes(checkpoint_of(tmp_path), 2) / GB
     assert stored < 0.95 * 2 * size["num_parameters"] / GB
-    assert not check("it", stored, **size) and "in few bits, as they are stored" in check("it", 0.99 * stored, **size)
+    assert not check("it", stored, **size) and "in their quantized form" in check("it", 0.99 * stored, **size)
     little(tmp_path, "awq")
     assert "of 2 bytes (bfloat16)" in check("it", stored, **size)
 
@@ -92,5 +92,5 @@ def test_a_catalog_target_in_few_bits_is_not_downloaded_to_be_rounded(monkeypatc
     monkeypatch.setattr(hub, "cached", lambda *_: None)
     monkeypatch.setattr(hub, "download", lambda *_: pytest.fail("downloaded"))
     monkeypatch.setattr(load.few_bit, "check_quantize", lambda *_: None)
-    with pytest.raises(TargetError, match=r"gpt-oss-20b is stored in few bits already \(mxfp4\)"):
+    with pytest.raises(TargetError, match=r"gpt-oss-20b is already quantized \(mxfp4\)"):
         load_target("gpt-oss-20b", dtype="bfloat16", device="cpu", quantize="int4")

@@ -157,7 +157,7 @@ def test_formats_that_the_kernels_cannot_read_become_plain(
     numbers = little(tmp_path, name)
     with caplog.at_level(logging.INFO, "peagle"):
         _, kept = loaded(tmp_path)
-    assert "weights are not kept in few bits: our kernels cannot read them" in caplog.text
+    assert "weights are not kept quantized: our kernels cannot read them" in caplog.text
     assert all(torch.equal(each, numbers[key]) for key, each in kept.state_dict().items())
 
 
@@ -218,7 +218,7 @@ def test_weights_that_transformers_casts_make_all_plain_and_no_code_stays_in_mem
         assert codes and not any(code() is not None for code in codes)
     finally:
         gc.enable()
-    assert "not kept in few bits: transformers merges or transforms some of them" in caplog.text
+    assert "not kept quantized: transformers merges or transforms some of them" in caplog.text
     assert not few_bit_names(model)
 
 

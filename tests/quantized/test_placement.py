@@ -149,7 +149,7 @@ def test_a_model_whose_experts_would_fill_the_host_is_loaded_plain_and_straight_
     monkeypatch.setattr(load, "total_bytes", lambda: 4 * 12 * 128 * 128)
     with caplog.at_level(logging.INFO, "peagle"):
         kept, _ = load_model(mixtral(tmp_path), torch.float32, HERE, device_map={"": "cpu"})
-    assert "not kept in few bits: the others would take 0.0 GB of the host's memory" in caplog.text
+    assert "not kept quantized: the others would take 0.0 GB of the host's memory" in caplog.text
     assert not any(isinstance(each, FewBitLinear) for each in kept.modules())
 
 

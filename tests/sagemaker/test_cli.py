@@ -192,7 +192,7 @@ def test_aws_container_gets_the_drafter_in_vllms_form(cloud, peagle, models, tmp
 def test_status_and_delete_tell_what_there_is(cloud, peagle):
     absent = peagle("deploy", "sagemaker", "status", "gpt-oss-20b")
     assert absent.status == 1 and "no such endpoint in us-east-1" in absent.out
-    assert "nothing of gpt-oss-20b exists" in peagle("deploy", "sagemaker", "delete", "gpt-oss-20b").err
+    assert "no resources of gpt-oss-20b exist" in peagle("deploy", "sagemaker", "delete", "gpt-oss-20b").err
     assert peagle(*GPT_OSS, "--instance", "ml.g5.xlarge", "--max-instances", 2, *QUICK).status == 0
     before = cloud.state()
     shown = peagle("deploy", "sagemaker", "delete", "gpt-oss-20b", "--dry-run", "--logs")

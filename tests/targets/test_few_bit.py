@@ -113,7 +113,7 @@ def test_experts_with_an_unknown_gate_stay_plain_with_one_warning(
     monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, dim=-1)[0])
     quantized_family("qwen3-moe")
     (line,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line == "Qwen3MoeExperts stay in torch.float32: their gate is not known"
+    assert line == "Qwen3MoeExperts stay in torch.float32: their gate is unknown"
 
 
 @pytest.mark.parametrize("family", FORM_OF)
@@ -181,9 +181,7 @@ def test_what_cannot_be_rounded_is_refused(directory: Path, may_quantize_on_cpu:
     settings = json.loads((directory / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8"}
     (directory / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        TargetError, match=r"is stored in few bits already \(fp8\), and --quantize would round it twice"
-    ):
+    with pytest.raises(TargetError, match=r"is already quantized \(fp8\), and --quantize would round it twice"):
         load_target(directory, dtype="float32", device="cpu", quantize="int8")
 
 

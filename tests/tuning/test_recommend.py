@@ -136,4 +136,4 @@ def test_rounded_weights_are_recommended_only_if_they_are_faster():
     assert found["vllm"] == {"method": "p-eagle", "num_draft_tokens": 3}, "vLLM has the weights as they are"
     assert found["by_concurrency"][0]["plain_tokens_per_second"] == 100 and found["stops_paying_at_concurrency"] is None
     assert settings_of(found, "t", None).native.quantize == "fp8"
-    assert ", --quantize fp8." in lines_of(found)[0] and "answers are those of the rounded model" in lines_of(found)[1]
+    assert ", --quantize fp8." in lines_of(found)[0] and "those of the quantized model" in lines_of(found)[1]

@@ -44,7 +44,7 @@ LENGTH_SHARE = 0.95
 MOST_PASSES, LEAST_STEPS = 10, 20
 """Passes over the text at most, and steps at least."""
 SAME = ("loss", "labels", "retention", "retention_floor", "deep_floor")
-"""Settings of the drafter's own training that go on."""
+"""Settings kept from the drafter's own training."""
 
 
 def adapt(

@@ -113,7 +113,7 @@ def _has_ids(path: Path) -> bool:
 
 
 def _snapshot(directory: Path, work: Path) -> Path:
-    """One file with the records of a recording that have text. The server may go on recording."""
+    """One file with the records of a recording that have text. The server may keep recording."""
     files = sorted(directory.glob(RECORDS))
     if not files:
         raise DataError(

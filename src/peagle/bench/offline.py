@@ -65,7 +65,7 @@ class _Conversation:
     answers: list[str] = field(default_factory=list)
 
     def continued(self, output: "RequestOutput", following: Following) -> bool:
-        """Take the answer and go on to the next turn; False after the last."""
+        """Take the answer and move to the next turn; False after the last."""
         self.num_left -= 1
         if self.num_left < 1:
             return False

@@ -28,7 +28,7 @@ def document_of(
 ) -> dict[str, Any]:
     """The JSON document of a run. Every result repeats the head, as in the documents of `vllm bench serve`.
 
-    The document of a single load has the load's fields too, so it is itself such a document.
+    The document of a single load has the load's fields too, so tools can read it as one.
     """
     rows = [result.report(goals=goals, is_detailed=is_detailed) for result in results]
     backend = "openai-chat" if question.is_chat else "openai"

@@ -61,7 +61,7 @@ Call = Callable[[list[str]], tuple[int, str]]
 SHAPE = ("target", "dtype", "device", "max_length", "num_draft_tokens", "num_layers", "recipe")
 """Settings that what was measured depends on."""
 NEW_ROWS = {"check", "target", "dtype", "device", "max_length", "recipe"}
-"""A restart and changed settings after which text that is there does not fix the length of rows."""
+"""A restart and changed settings after which existing text does not fix the length of rows."""
 HELP: dict[Stage, str] = {
     "data": "raise --max-length or give prompts with --data, and add --from-stage data; or use an instruction-tuned "
     "target, with a new --output",
@@ -152,7 +152,7 @@ class Build:
         return None if self.settings.budget is None else Budget.parse(self.settings.budget).at(self.price)
 
     def _new_restart(self, first: Stage | None) -> Stage | None:
-        """The stage to run again; None if the same command was interrupted and goes on."""
+        """The stage to run again; None if the same command was interrupted and resumes."""
         is_same = first == self.state.restarted and not self.state.stale(self.described)
         return None if is_same else first
 
@@ -294,7 +294,7 @@ class Build:
         return StageError(f"the stage {stage} failed: {type(error).__name__}: {error}")
 
     def _adds_text(self, measured: Measured, plan: Plan) -> bool:
-        """Whether the text that is there is kept: more is wanted, or as much with another budget."""
+        """Whether existing text is kept: more is wanted, or as much with another budget."""
         earlier, changed = self.state.stages.get("data"), self.state.changed(self.described)
         if earlier is None or "data" in changed:
             return False

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Arguments(ModelArguments):
     settings: AdaptSettings
     swap: str | None = None
-    """address of a server (`peagle serve --swap-from`) that serves the drafter from then on, if it is kept"""
+    """address of a server (`peagle serve --swap-from`), which then serves the drafter if it is kept"""
     json: bool = False
     """print one JSON document instead of lines"""
     key: KeyArguments = field(default_factory=KeyArguments)

@@ -52,7 +52,7 @@ AUTO = (None,)
 @dataclass(frozen=True)
 class Arguments(ServedModelArguments):
     methods: Names = DEFAULT_METHODS
-    """of none (plain decoding), eagle3, p-eagle"""
+    """any of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = AUTO
     """verify this many draft tokens in every step, skipping what the drafter was not trained for; auto: the engine
     decides in each step"""
@@ -66,7 +66,7 @@ class Arguments(ServedModelArguments):
     """write a report with charts into this file (.html or .md)"""
     anchors: Anchors | None = None
     """also measure transformers (eager, static compiled, continuous batching) and llama.cpp, which needs xllamacpp and
-    a GGUF file on a CPU: those that are named, or without a name all that can run"""
+    a GGUF file on a CPU: those named, or without a name all that can run"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     random_weights: RandomWeights = field(default_factory=RandomWeights)
@@ -150,7 +150,7 @@ def checked(arguments: Arguments, *, has_prompts: bool = False) -> Arguments:
 
 
 def _target(arguments: Arguments, drafted: Sequence[str]) -> ServedTargetArguments:
-    """The target of the first drafter that is given and used."""
+    """The target of the first drafter in use."""
     target = arguments.target
     if "p-eagle" in drafted:
         target = arguments.drafter.pair(target)

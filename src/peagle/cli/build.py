@@ -33,7 +33,7 @@ class Arguments:
     dry_run: bool = False
     """measure the machine, print the plan with the command and the state of every stage, and stop"""
     from_stage: Stage | None = None
-    """run this stage and those after it again; what they wrote is deleted, except text that more is added to"""
+    """run this stage and those after it again; what they wrote is deleted, except text, which only grows"""
     to_stage: Stage = "report"
     """stop after this stage"""
     price_per_hour: float | None = None

@@ -272,7 +272,7 @@ def delete(argv: list[str]) -> int:
         if arguments.dry_run:
             return print_calls(aws, (*removal(found), *more))
         if found.is_nothing and not arguments.logs:
-            log.info("nothing of %s exists in %s", arguments.name, aws.region)
+            log.info("no resources of %s exist in %s", arguments.name, aws.region)
         with operating(aws, arguments.name) as operator:
             operator.delete(found, more)
     return 0

@@ -37,7 +37,7 @@ class Arguments(ServedModelArguments):
     engine: Literal["native", "vllm"] = "native"
     """the engine that will serve it; vllm also runs vLLM if it is installed here or PEAGLE_VLLM_PYTHON names one"""
     record: bool = False
-    """the drafter is known to be good: write the evidence for later checks to its card"""
+    """you know that the drafter is good: write evidence for later checks to its card"""
     prompts: Path | None = None
     """measure acceptance on the first 16 prompts of this file instead of the gate's, for which the card has figures"""
     json: bool = False

@@ -45,8 +45,8 @@ class Arguments(ServedModelArguments):
     limit: int = 16
     """use at most this many prompts of the file"""
     num_draft_tokens: int | None = None
-    """judge chains of this many draft tokens, all verified; default: what an engine does, which is a tree, if the
-    drafter can draft one, of which each pass verifies what pays"""
+    """judge chains of this many draft tokens, all verified; default: as the engine drafts, a tree if the drafter can
+    draft one, of which each pass verifies what pays"""
     max_tokens: int = 48
     """longest answer, in tokens"""
     temperature: float = 1.0
@@ -115,7 +115,7 @@ def render(target: "HFTarget", prompts: list[Prompt] | None) -> list[list[int]]:
 def facts_of(
     arguments: Arguments, target: "HFTarget", drafter: "Drafter", token_ids: list[list[int]]
 ) -> dict[str, Any]:
-    """The subject of the report, by names and hashes."""
+    """What the report is about: names and hashes."""
     from peagle.checkpoint.card import TargetIdentity
     from peagle.checkpoint.native import drafter_directory
     from peagle.compare.evidence import fingerprints, own_tensors, prompts_hash

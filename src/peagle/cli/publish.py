@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def publication_of(arguments: Arguments) -> Publication:
-    """What is to be published. Refuses what is not there, before torch is imported and anything is sent."""
+    """What to publish. Refuses missing files before torch is imported and anything is sent."""
     directory = complete_directory(arguments.directory)
     wanted = [arguments.repo is not None, arguments.output is not None, arguments.card_only]
     if sum(wanted) != 1:
@@ -125,7 +125,7 @@ def export(arguments: Arguments, directory: Path, output: Path) -> None:
 
 
 def replace_hint(error: PeagleError, directory: Path) -> CheckpointError:
-    """The target is needed for tables that vLLM reads from the drafter."""
+    """Say that the target is needed, for tables that vLLM reads from the drafter."""
     return CheckpointError(
         f"{directory} lacks tables that vLLM needs, and the target to take them from cannot be loaded: {error.message}",
         hint=f"pass --target, or publish what `peagle export {directory} --output OTHER` writes",

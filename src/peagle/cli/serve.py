@@ -67,7 +67,7 @@ class Arguments(ServedModelArguments):
     recording: RecordOptions = field(default_factory=RecordOptions)
     swap_from: Path | None = None
     """directory of drafters that may take the place of the served one while the server runs (`peagle adapt --swap`,
-    POST /v1/drafter); default: none may"""
+    POST /v1/drafter); default: none"""
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property

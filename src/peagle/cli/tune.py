@@ -41,13 +41,13 @@ class Arguments(ServedModelArguments):
     max_tpot: float | None = None
     """choose the most tokens/s whose 99th percentile of the time per output token stays within this many ms"""
     methods: Names = bench.DEFAULT_METHODS
-    """of none (plain decoding), eagle3, p-eagle"""
+    """any of none (plain decoding), eagle3, p-eagle"""
     num_draft_tokens: NumbersOrAuto = (None, 3, 5, 7)
-    """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: it
-    also chooses the number"""
+    """limits on the draft tokens per step to try: the engine verifies those that pay, as in `peagle serve`; auto: its
+    own choice"""
     allow_quantize: Names | None = None
-    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; the answers are then those of
-    the rounded model"""
+    """on a GPU: also try these forms of `--quantize`, and recommend one if it is faster; answers are then those of the
+    quantized model"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
     json: bool = False
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     results: list[CellResult] = []
     facts, stop = measure(sweep, arguments.allow_quantize or (), results, recorded)
     document = document_of(results, **facts, is_interrupted=stop is not None)
-    if stop is not None:  # what was measured so far is no reason for a choice, but worth a look
+    if stop is not None:  # too little was measured for a recommendation, but it is worth a look
         print_document(document | {"tuned": None}, arguments.json, sweep_tables(document)[0])
         raise stop
     limits: dict[str, Any] = {"request_rate": arguments.request_rate, "max_tpot": arguments.max_tpot}

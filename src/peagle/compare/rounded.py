@@ -1,4 +1,4 @@
-"""What rounding a target's weights to few bits does to the acceptance of a drafter that was trained on plain ones."""
+"""What quantizing a target's weights does to the acceptance of a drafter that was trained on plain ones."""
 
 from typing import TYPE_CHECKING
 

@@ -80,7 +80,7 @@ class ServedTargetArguments(TargetArguments):
     """Target model."""
 
     quantize: Literal["fp8", "int8", "int4", "mxfp4"] | None = None
-    """on a GPU: round the weights of the layers to 8 or 4 bits, and keep them so; mxfp4: only those of experts"""
+    """on a GPU: quantize the layers to 8 or 4 bits while loading; mxfp4: only their experts"""
 
     def load(self) -> "HFTarget":
         return self._load(quantize=self.quantize)
@@ -153,7 +153,7 @@ class ModelArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelArguments(ModelArguments):
-    """The same for commands that only decode, whose target may be rounded to few bits."""
+    """The same for commands that only decode, whose target may be quantized."""
 
     target: ServedTargetArguments = field(default_factory=ServedTargetArguments)
 

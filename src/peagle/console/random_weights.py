@@ -33,9 +33,9 @@ class RandomWeights:
     dummy: str | None = None
     """instead of prompts and a target: plain decoding with random weights of a shape (llama-8b) or a config.json"""
     assume_acceptance: Shares | None = None
-    """with --dummy: also draft with a random drafter, whose drafts are accepted in these shares of the steps, by
-    position; or one number: the probability of each draft, or beyond 1 the acceptance length; published: what is
-    published for the catalog's drafter of this shape"""
+    """with --dummy: also draft with a random drafter, with these acceptance rates by position; one number: the
+    probability of each draft or, above 1, the acceptance length; published: that of the catalog's drafter of this
+    shape"""
     drafter_layers: int | None = None
     """layers of the random drafter; default: 4, as published ones have"""
     draft_vocab: int | None = None

@@ -130,7 +130,7 @@ class Users:
 
     def _take_question(self, written: Written, ids: TokenIds, text: str, is_ended: bool) -> str | None:
         if written.stage == "about" and "\n" in text:
-            # A small target goes on with an answer of its own.
+            # A small target continues with an answer of its own.
             text, is_ended, ids = text.split("\n", 1)[0].strip(), True, ids[:0]
         if not is_ended:
             return "question: cut"

@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     token_ids: Sequence[int]
     """including the end token, if any"""
     is_ended: bool
-    """whether it ended by itself, not at a limit"""
+    """whether it ended on its own, not at a limit"""
 
 
 NextJobs = Callable[[int], Sequence[Job]]

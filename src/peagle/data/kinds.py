@@ -27,7 +27,7 @@ GIVEN = "given"
 MIN_ROW = 256
 """The shortest rows for kinds other than chat."""
 FRUITLESS_PROMPTS = 64
-"""Dropped prompts of a kind, without any answer, after which a run goes on without the kind."""
+"""Dropped prompts of a kind, without any answer, after which a run continues without the kind."""
 
 
 class Kind(NamedTuple):
@@ -46,7 +46,7 @@ KINDS: Mapping[str, Kind] = {name: Kind(**table) for name, table in _TABLES["kin
 TOPICS: Mapping[str, list[str]] = _TABLES["topics"]
 """System prompts to write questions under, by what they are for."""
 DOCUMENTS: Mapping[str, list[str]] = _TABLES["documents"]
-"""Requests for a document on such a topic, by source."""
+"""Requests for a document on a topic, by source."""
 
 
 def read_shares(text: str | None, max_length: int) -> dict[str, float]:
@@ -122,7 +122,7 @@ class KindMix:
         self._works.add(kind)
 
     def drop(self, kind: str) -> None:
-        """One of a kind was dropped. After many without a success the run goes on without the kind."""
+        """One of a kind was dropped. After many without a success the run continues without the kind."""
         self._num_begun[kind] -= 1
         if kind not in self._shares or kind in self._works or len(self._shares) == 1:
             return

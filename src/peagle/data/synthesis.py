@@ -230,7 +230,8 @@ class Synthesis:
         self._watch(sum(map(len, kept.values())), drops)
 
     def _add_answer(self, growing: _Growing, answer: Answer) -> tuple[bool, str | None]:
-        """Add an answer, or the next piece of a long one. Returns whether the conversation goes on, and what is wrong.
+        """Add an answer, or the next piece of a long one. Returns whether the conversation continues, and what is
+        wrong.
 
         A faulty answer is not added.
         """

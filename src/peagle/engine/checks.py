@@ -40,7 +40,7 @@ def check_types(params: SamplingParams) -> None:
 def check_drafts(
     drafter: Drafter | None, num_draft_tokens: int | None, config: EngineConfig
 ) -> tuple[int, EngineConfig]:
-    """Draft tokens per step, and the settings. If no number is given: a tree, for drafters that can draft one."""
+    """Draft tokens per step, and the settings. By default a drafter drafts a tree, if it can."""
     if drafter is None:
         if num_draft_tokens:
             raise ConfigError(

@@ -92,8 +92,8 @@ class Engine:
     def swap_drafter(self, files: DrafterFiles) -> DrafterCard:
         """Serve other weights of the same drafter from the next step on. Call it between two steps.
 
-        Requests go on: their answers do not change, because the target decides every token. A directory that does not
-        fit raises, and nothing has changed.
+        Running requests continue with the same answers, because the target decides every token. Raises, and changes
+        nothing, if the directory does not fit.
         """
         if self.drafter is None:
             raise ConfigError("there is no drafter to replace", hint="start with --drafter")
@@ -273,12 +273,12 @@ class Engine:
         return has_drafts and self.runner.may_share
 
     def _shared_tokens(self) -> int | None:
-        """On a CPU, with callers that follow their answers: prompt tokens per step that do not stall the others."""
+        """On a CPU with streaming callers: prompt tokens per step that do not stall their streams."""
         has_streams = any(each.on_update for each in self._pending.values())
         return self.pace.num_tokens if self.pace is not None and has_streams else None
 
     def _launch(self, plan: Plan, started: float) -> None:
-        """Launch a plan, and process what is there: earlier results, then the first tokens of its prompts.
+        """Launch a plan, and process what has arrived: earlier results, then the first tokens of its prompts.
 
         `started` is when the host began to work on this step.
         """
@@ -294,7 +294,7 @@ class Engine:
         self._collect(depth=1 if self.runner.is_asynchronous else 0)
 
     def _process_first(self, launch: Launch) -> None:
-        """Process the first tokens of the prompts before the drafts behind them are there."""
+        """Process the first tokens of the prompts before their drafts are ready."""
         emissions = launch.collect_first()
         scores, launch.scores = launch.scores, []
         for each in scores:

@@ -39,7 +39,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     """tokens of the verified drafts"""
     num_tolerated_tokens: int = 0
-    """tokens that are drafts which the target merely tolerated; 0 unless `SamplingParams.tolerance` is below 1"""
+    """drafts that the target merely tolerated; 0 unless `SamplingParams.tolerance` is below 1"""
     accepted_by_draft: tuple[int, ...] = ()
     """accepted tokens of each verified draft, in order, completion by completion"""
     draft_positions: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class EngineStats:
     drafting_gain: float | None = None
     """expected tokens per second with drafts, as a multiple of those without; None until it was estimated"""
     decode_seconds: float = 0.0
-    """of steps that the engine chose to draft in or not, by measured step times"""
+    """time of the steps in which the engine chose whether to draft, by measured step times"""
     plain_decode_seconds: float = 0.0
     """what their tokens would take without drafts"""
     num_draft_pauses: int = 0

@@ -73,7 +73,7 @@ class Recorder:
             log.warning("recording to %s ended: %s; requests are served as before", self.directory, error.strerror)
 
     def _rows(self, output: "RequestOutput", params: "SamplingParams") -> list[dict[str, Any]]:
-        # Only an unchanged argmax is what a drafter's acceptance can be measured on.
+        # A drafter's acceptance can be measured only where the target's argmax is unchanged.
         is_own = not params.adjusts_logits and params.tolerance >= 1
         common = {
             "id": output.request_id,

@@ -1,6 +1,6 @@
 """The experts of a layer with weights in 4 or 8 bits, in any model with transformers' experts.
 
-On a GPU our kernels read the codes of the chosen experts, for any number of rows. Elsewhere the weights become plain,
+On a GPU our kernels read the codes of the chosen experts, for any number of rows. Elsewhere the weights are dequantized
 and the model's own code runs.
 
 Shapes: N rows, T experts per row, E experts, D model width, I inner width.
@@ -130,7 +130,7 @@ def quantize_experts(module: nn.Module, form: str) -> bool:
 
 
 def set_experts(module: nn.Module, gate: str, gate_up: FewBitWeight, down: FewBitWeight) -> None:
-    """Let experts compute from these weights. Their plain weights are gone; their biases are taken from them."""
+    """Let experts, whose plain weights are gone, compute from these weights. Their biases become buffers."""
     assert gate_up.form == down.form and gate_up.zero is None and down.zero is None, "what the kernels take"
     for name, weight in zip(PROJECTIONS, (gate_up, down), strict=True):
         bias = None

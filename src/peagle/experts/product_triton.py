@@ -1,9 +1,9 @@
-"""Products with the chosen experts, for GPUs, at the speed of reading the experts that were chosen.
+"""Products with the chosen experts, for GPUs, as fast as their weights can be read.
 
 Each CTA takes one expert and some of its output columns, gathers the rows that chose the expert, and streams its part
 of the weight once. An expert that nobody chose is not read, and nothing waits for the host.
 
-A pair is one row and one of its experts. Up to `MOST_UNSORTED` pairs, a CTA finds the rows of its expert by itself;
+A pair is one row and one of its experts. Up to `MOST_UNSORTED` pairs, a CTA finds the rows of its expert itself;
 beyond, a small kernel sorts the pairs by expert first.
 
 Shapes: N rows, T experts per row, P = N * T pairs, E experts, D model width, I inner width.

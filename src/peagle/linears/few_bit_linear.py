@@ -8,7 +8,8 @@ from peagle.linears.skinny_linear import skinny_linear
 
 
 class FewBitLinear(nn.Module):
-    """Like `nn.Linear`, for inference. On a GPU in bfloat16 a kernel reads the codes; elsewhere they become plain."""
+    """Like `nn.Linear`, for inference. On a GPU in bfloat16 a kernel reads the codes; elsewhere they are
+    dequantized."""
 
     words: Tensor
     scale: Tensor

@@ -28,7 +28,7 @@ class FewBitTiling(NamedTuple):
     """Output columns per CTA, of each half."""
     splits: int
     """Blocks of inputs per loop iteration: as many as warps, each with a sum of its own; or 1, whose columns the warps
-    share. Anything between would have warps that do the same."""
+    share. Any number between would make warps repeat each other's work."""
     num_warps: int
     num_stages: int
     rows: int = FEW_ROWS

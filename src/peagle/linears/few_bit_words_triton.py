@@ -1,4 +1,4 @@
-"""Words of codes times rows: what the kernels of linear layers and of experts in few bits have in common.
+"""Words of codes times rows: shared by the kernels of quantized linear layers and experts.
 
 Words are loaded as they lie, and a part of each becomes a bfloat16 number in the registers that feed the matrix units:
 two numbers at a time, in two to five instructions, exactly. Scales apply to sums over a group, in float32.
@@ -111,7 +111,7 @@ def by_column(values, splits: tl.constexpr):
 
 @triton.jit
 def load_group(pointers, place, size, is_column, group: tl.constexpr, splits: tl.constexpr):
-    """What the group of input `place` has one of, [S, N, 1]."""
+    """The number (or word) that the group of input `place` has in `pointers`, [S, N, 1]."""
     mask = by_split(place, splits) < by_row(tl.where(is_column, size, 0), splits)
     return tl.load(by_row(pointers, splits) + by_split(place // group, splits), mask=mask, other=0)
 
@@ -174,10 +174,10 @@ def multiply_words(
     three: tl.constexpr,
     four: tl.constexpr,
 ):
-    """weight @ x in float32, [N, M]. `words_row`, `scales` and `zeros` [N] point at what output n has of them first.
+    """weight @ x in float32, [N, M]. `words_row`, `scales` and `zeros` [N] point at the first of each output.
 
-    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them. Of `splits` blocks of inputs
-    per iteration each has its own warps and its own sum; the warps of one split share its columns.
+    `inputs` [M] point at the rows of x. A group of at least `size` inputs is all of them. An iteration takes `splits`
+    blocks of inputs, each with its own warps and its own sum; the warps of one split share its columns.
     """
     num_blocks = num_words // span
     num_own_blocks = tl.where(is_column, ENDLESS if is_even else num_blocks, 0)

@@ -92,7 +92,7 @@ def _kind(linear: nn.Linear | FewBitLinear) -> tuple[object, ...]:
 def join_linears(module: nn.Module, *, few_bit: bool = False) -> int:
     """Join sibling projections inside `module`, in place, and return the number of groups.
 
-    The state dict keeps its names, values and size. With `few_bit`, also joins layers with weights in few bits.
+    The state dict keeps its names, values and size. With `few_bit`, also joins quantized layers.
     """
     num_joined, kinds = 0, (nn.Linear, FewBitLinear) if few_bit else (nn.Linear,)
     for parent in list(module.modules()):

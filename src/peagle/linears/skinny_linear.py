@@ -18,7 +18,7 @@ MORE_ROWS = 64
 MANY_ROWS = 512
 """Limit for small gated weights, which save a launch."""
 FEW_BIT_ROWS = 64
-"""Up to here our kernel reads the codes once per tile of rows. Beyond, the weight becomes plain before the product."""
+"""Up to here our kernel reads the codes once per tile of rows. Beyond, the weight is dequantized before the product."""
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
 
 
@@ -32,7 +32,7 @@ def most_rows(num_columns: int, size: int, *, is_gated: bool = False) -> int:
 def is_few(x: Tensor, weight: Tensor | FewBitWeight, *, is_gated: bool = False) -> bool:
     """Whether our kernel takes this input. Compiled code has one variant for each answer.
 
-    With a weight in few bits it takes any number of rows.
+    With a quantized weight it takes any number of rows.
     """
     if isinstance(weight, FewBitWeight):
         return reads_codes(x)
@@ -41,7 +41,7 @@ def is_few(x: Tensor, weight: Tensor | FewBitWeight, *, is_gated: bool = False) 
 
 
 def reads_codes(x: Tensor) -> bool:
-    """Whether our kernels for weights in few bits take this input. For others such weights become plain first."""
+    """Whether our kernels read a quantized weight's codes for this input. If not, the weight is dequantized first."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
@@ -53,7 +53,7 @@ class SkinnyLinear(nn.Linear):
 
 
 def use_skinny_linears(module: nn.Module) -> None:
-    """Turn those plain linear layers of a module that gain by it into `SkinnyLinear`. Parameters do not change."""
+    """Turn the plain linear layers of a module that gain from it into `SkinnyLinear`. Parameters do not change."""
     for part in module.modules():
         if type(part) is nn.Linear and most_rows(part.out_features, part.in_features):
             part.__class__ = SkinnyLinear

@@ -1,5 +1,5 @@
-"""Weights stored in few bits: what their formats mean, and their numbers as plain weights.
+"""Quantized checkpoints: what their formats mean, and how to load them kept or dequantized.
 
-`formats` reads config.json, `headers` finds and checks the tensors, `unpack` computes the numbers, `load` loads models,
-and `keep` leaves their weights as they are.
+`formats` reads config.json, `headers` finds and checks the tensors, `unpack` computes the weights, `load` loads models,
+and `keep` keeps their weights as stored.
 """

@@ -1,7 +1,7 @@
-"""What config.json says about weights stored in few bits.
+"""What config.json says about quantized weights.
 
-A `Scheme` describes one weight; a `Description` gives the scheme of each module. What is not known is refused here,
-with the format's name and what reads it instead.
+A `Scheme` describes one weight; a `Description` gives the scheme of each module. An unknown format is refused by name,
+with what reads it instead.
 """
 
 import json
@@ -50,13 +50,13 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Description:
-    """The schemes of a checkpoint, each with the modules it is for. Which of them are few-bit, the tensors decide."""
+    """The schemes of a checkpoint, each with its modules. The tensors decide which of these are quantized."""
 
     directory: Path
     method: str
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     rounds_activations: bool
-    """Whether the format has activations rounded too, which is not done here."""
+    """Whether the format also rounds activations, which we do not."""
 
     def scheme(self, module: str) -> Scheme:
         """The scheme of a module: of the group that names it, else of the first group that names a class."""
@@ -92,7 +92,7 @@ def is_read_by_transformers(config: dict[str, Any]) -> bool:
 
 
 def describe(directory: Path, *, with_all: bool = False) -> Description | None:
-    """How the directory stores few-bit weights; None if it has none, or transformers dequantizes them.
+    """How the directory stores quantized weights; None if it has none, or transformers dequantizes them.
 
     with_all: describe also those that transformers would dequantize.
     """

@@ -1,4 +1,4 @@
-"""Find the few-bit weights of a checkpoint from its safetensors headers, and check them before any is read.
+"""Find the quantized weights of a checkpoint from its safetensors headers, and check them before any is read.
 
 O outputs and I inputs, in blocks of `block` that share one scale. AutoAWQ and GPTQ store the transpose.
 """
@@ -25,7 +25,7 @@ UNUSED = {
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One few-bit weight."""
+    """One quantized weight."""
 
     module: str
     scheme: Scheme
@@ -40,7 +40,7 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class FewBitCheckpoint:
-    """A directory with few-bit weights that can be read."""
+    """A directory with quantized weights that can be read."""
 
     described: Description
     weights: dict[str, StoredWeight]
@@ -57,7 +57,7 @@ class FewBitCheckpoint:
 
 
 def read_few_bit(directory: Path, *, with_all: bool = False) -> FewBitCheckpoint | None:
-    """The directory's few-bit weights, checked; None if it has none, or transformers dequantizes them.
+    """The directory's quantized weights, checked; None if it has none, or transformers dequantizes them.
 
     with_all: also those that transformers would dequantize.
     """

@@ -1,8 +1,8 @@
-"""Load few-bit weights as they are: transformers gets placeholders, and layers that keep few bits then replace them.
+"""Keep quantized weights as stored: transformers loads placeholders, which quantized layers then replace.
 
 A placeholder is one number, expanded to the shape of the plain weight, so nothing of that size is allocated. Its
-storage tells which weight it stands for, whatever transformers renames. What our kernels cannot read becomes plain on
-the device, also behind a placeholder, so the host never holds it.
+storage identifies the weight, whatever transformers renames. Weights that our kernels cannot read have placeholders too
+and are dequantized on the device, so the host never holds them.
 """
 
 import re
@@ -42,7 +42,7 @@ class Keep(NamedTuple):
 
 
 def kept_bytes(checkpoint: FewBitCheckpoint, itemsize: int) -> int:
-    """Bytes of a model that keeps its few-bit weights, as far as headers tell. Other numbers take `itemsize` each."""
+    """Bytes of a model that keeps its quantized weights, as far as headers tell. Other numbers take `itemsize` each."""
     total = sum(prod(info.shape) for info in checkpoint.plain.values()) * itemsize
     for name, weight in checkpoint.weights.items():
         if may_keep(name, weight):
@@ -93,7 +93,7 @@ class KeptWeights:
         """The weights of the checkpoint that these stand for."""
         self.bits: set[int] = set()
         self.num_plain = 0
-        """Covered weights that became plain."""
+        """Covered weights that were dequantized."""
         modules = dict(empty.named_modules())
         linears = {
             (name.rpartition(".")[2], each.weight.shape) for name, each in modules.items() if type(each) is nn.Linear
@@ -160,7 +160,7 @@ class KeptWeights:
                 setattr(experts, name, nn.Parameter(self._plain(value), requires_grad=False))
 
     def _filled(self, linear: nn.Linear, *, is_head: bool) -> nn.Module:
-        """The layer for a placeholder: one that keeps few bits, or the same one with a plain weight."""
+        """The layer for a placeholder: a quantized one, or the same one with a plain weight."""
         value = self._held_by(linear.weight)
         if isinstance(value, FewBitWeight) and not is_head:
             return FewBitLinear(value, linear.bias)
@@ -179,7 +179,7 @@ class KeptWeights:
         return self._placeholder(value, experts.get_parameter(projection).shape, len(values))
 
     def _read(self, name: str, weight: StoredWeight) -> FewBitWeight | Tensor:
-        """The weight on the device, in few bits if our kernels can read it."""
+        """The weight on the device, quantized if our kernels can read it."""
         tensors = self._parts(weight)
         with self._lock:
             tensors = {part: tensor.to(self._options.device) for part, tensor in tensors.items()}
@@ -187,7 +187,7 @@ class KeptWeights:
             return dequantize(weight, tensors).to(self._dtype) if kept is None else kept
 
     def _joined(self, values: list[FewBitWeight | Tensor], num_experts: int) -> FewBitWeight | Tensor:
-        """One stack of the weights of each expert, in few bits if all are alike."""
+        """One stack of the weights of each expert, quantized if all are alike."""
         kept = [value for value in values if isinstance(value, FewBitWeight) and value.zero is None]
         first = kept[0] if kept else None
         if first is not None and first.words.ndim == 3:

@@ -1,8 +1,8 @@
-"""Load a causal LM whose weights are stored in few bits: kept so for our kernels, or with plain weights.
+"""Load a quantized causal LM: keep its weights for our kernels, or dequantize them.
 
-Plain weights: ours turns AWQ, GPTQ, compressed-tensors and FP8 with a scale per tensor or output into plain tensors,
-each when transformers asks for it. transformers itself turns MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and
-others) into plain weights. bfloat16 holds MXFP4 exactly; other formats are rounded to the target's dtype.
+We dequantize each tensor of AWQ, GPTQ, compressed-tensors and FP8 with a scale per tensor or output when transformers
+asks for it. transformers itself dequantizes MXFP4 (GPT-OSS) and block-wise FP8 (Qwen3-Coder and others). bfloat16 holds
+MXFP4 exactly; other formats are rounded to the target's dtype.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def load_model(
 ) -> tuple[Any, dict[str, Any]]:
     """The model in `dtype`, and transformers' report on its tensors. `options` are those of `from_pretrained`.
 
-    keep: leave few-bit weights as they are, where our kernels can read them.
+    keep: keep quantized weights as stored, where our kernels can read them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def load_model(
 
 
 def keepable(directory: Path) -> FewBitCheckpoint | None:
-    """The directory's few-bit weights if our kernels may read them; None if transformers has to."""
+    """The directory's quantized weights if our kernels may read them; None if transformers has to."""
     try:
         checkpoint = read_few_bit(directory, with_all=True)
         return checkpoint if checkpoint is not None and checkpoint.weights else None
@@ -72,7 +72,7 @@ def _load_few_bit(checkpoint: FewBitCheckpoint, options: dict[str, Any]) -> tupl
 
 
 def _load_kept(checkpoint: FewBitCheckpoint, dtype: torch.dtype, keep: Keep) -> tuple[Any, dict[str, Any]] | None:
-    """The model with weights in few bits; None if it must be loaded with plain ones."""
+    """The model with quantized weights; None if it must be loaded with plain ones."""
     described, read = checkpoint.described, _Reader(checkpoint)
     empty = _empty_model(described)
     kept = KeptWeights(checkpoint, empty, read.parts, dtype, keep)
@@ -82,7 +82,7 @@ def _load_kept(checkpoint: FewBitCheckpoint, dtype: torch.dtype, keep: Keep) -> 
         model, report = _load_state(checkpoint, empty, read.plain() | read.dequantized(others) | kept.reads, options)
         reason = kept.put_into(model)
     if reason is not None:
-        log.info("%s weights are not kept in few bits: %s", described.method, reason)
+        log.info("%s weights are not kept quantized: %s", described.method, reason)
         return None
     log.info("keeping %s weights in %s bits", described.method, " and ".join(map(str, sorted(kept.bits))))
     if num_plain := kept.num_plain + len(others):
@@ -92,7 +92,7 @@ def _load_kept(checkpoint: FewBitCheckpoint, dtype: torch.dtype, keep: Keep) -> 
 
 
 def _why_not(checkpoint: FewBitCheckpoint, others: Set[str], dtype: torch.dtype) -> str | None:
-    """Why weights are not kept, if so. transformers makes `others` plain, in the host's memory."""
+    """Why weights are not kept, if so. transformers dequantizes `others`, in the host's memory."""
     if not any(may_keep(name, weight) for name, weight in checkpoint.weights.items() if name not in others):
         return "our kernels cannot read them"
     if any(checkpoint.weights[name].scheme.layout == "mxfp4" for name in others):
@@ -148,11 +148,11 @@ class _Reader:
         return {name: partial(self._tensor, name) for name in self._checkpoint.plain}
 
     def dequantized(self, names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
-        """What reads few-bit weights as plain ones."""
+        """What reads quantized weights as plain ones."""
         return {name: partial(self._dequantized, self._checkpoint.weights[name]) for name in names}
 
     def parts(self, weight: StoredWeight) -> dict[str, Tensor]:
-        """The tensors of a few-bit weight."""
+        """The tensors of a quantized weight."""
         return {part: self._tensor(f"{weight.module}.{part}") for part in weight.parts}
 
     def _dequantized(self, weight: StoredWeight) -> Tensor:

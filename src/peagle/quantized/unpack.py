@@ -1,4 +1,4 @@
-"""The numbers that few-bit weights stand for, (code - zero) * scale: as plain weights, or packed for our kernels.
+"""The numbers that quantized weights stand for, (code - zero) * scale: as plain weights, or packed for our kernels.
 
 Scales of 16 bits and codes of at most 8 give products that float32 holds exactly, so the target's dtype rounds once.
 

@@ -1,1 +1,1 @@
-"""Results of measurements as a document that one can hand on: HTML and Markdown. Imports no torch."""
+"""Results of measurements as a document to share: HTML and Markdown. Imports no torch."""

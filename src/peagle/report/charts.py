@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = (4.7, 3.5)
-"""In inches: about as wide as a telephone, so that the text is readable there; two stand side by side on a desk."""
-# Series in order. The page's style sheet gives each name a color for light and one for dark.
+"""In inches: about as wide as a phone, so that the text is readable there; a desktop shows two side by side."""
+# Series in order. The page's style sheet gives each name a light and a dark color.
 INK, PAPER, GRID = "#000000", "#ffffff", "#e4e4e4"
 SERIES = ("#101010", "#0a66b0", "#b04a00", "#0b7a53", "#8a3d8f", "#7a6100", "#a3263f", "#4f5bd5")
 VARIABLES = {INK: "currentColor", PAPER: "var(--paper)", GRID: "var(--grid)"} | {

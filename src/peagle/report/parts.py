@@ -1,4 +1,4 @@
-"""What a report consists of, without a word about HTML or Markdown."""
+"""What a report consists of, whether HTML or Markdown."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Chart:
 
     title: str
     description: str
-    """what the picture shows, for those who do not see it"""
+    """what the picture shows, for screen readers"""
     draw: "Callable[[Axes], list[Any]]"
 
 

@@ -19,7 +19,7 @@ LICENSES = "https://huggingface.co/docs/hub/repositories-licenses lists the iden
 def described(
     directory: Path, card: DrafterCard, name: str, base_model: str | None, license: str | None, *, as_it_is: bool
 ) -> Publication:
-    """The drafter in `directory` as a publication called `name`; `as_it_is`: without the export for vLLM."""
+    """The drafter in `directory` as a publication called `name`; `as_it_is`: not exported for vLLM."""
     entry = _entry(card)
     shipped = _catalog_drafter(entry, directory)
     usual = (shipped.num_draft_tokens if shipped is not None else None) or USUAL_NUM_DRAFT_TOKENS

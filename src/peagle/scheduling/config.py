@@ -9,19 +9,19 @@ from peagle.errors import ConfigError
 GPU_MAX_BATCH, CPU_MAX_BATCH = 256, 16
 GPU_MAX_LENGTH, CPU_MAX_LENGTH = 8192, 4096
 GPU_MAX_DELAY = 8
-"""Steps that a new request waits, at most, to share its prefill pass with others."""
+"""Most steps that a new request waits to share its prefill pass with others."""
 VERIFY_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Tokens of the verification passes that the engine chooses from."""
 USEFUL_SIZE = 20
-"""Tokens per request, on average, beyond which a pass of several requests brings too little to have a graph."""
+"""Average tokens per request beyond which a larger pass of several requests gains too little to deserve a graph."""
 MIXED_BATCH = 32
-"""Requests from which a batch has a pass for few drafting requests; in smaller ones it costs as much as the next."""
+"""Batches from this size on have a pass for a few drafting requests; in smaller ones it costs as much as the next."""
 TREE_NODES, TREE_DEPTH = 31, 8
 """The tree of drafts by default. With the newest token it has 32 rows, which fill the tiles of kernels."""
 SHARED_BUCKETS, LARGE_SHARED_BUCKETS = ((128, 8), (256, 8)), ((256, 8), (512, 16), (768, 24))
-"""(tokens, chunks) of the prompts that may share the pass of a decode step, of up to 64 requests and of more"""
+"""(tokens, chunks) of the prompts that may share the pass of a decode step: of up to 64 requests, and of more"""
 SHARED_SIZE = 8
-"""Tokens per decoding request of a pass that is shared, at most."""
+"""Most tokens per decoding request in a shared pass."""
 MIN_CHUNKS, MAX_CHUNKS = 8, 64
 """Chunks of the smallest and the largest prefill pass. The last chunk holds the padding."""
 
@@ -37,7 +37,7 @@ class EngineOptions:
     max_waiting: int | None = None  # no limit
     """requests that may wait in the queue; further ones are refused (HTTP 503)"""
     memory_share: float = 0.9
-    """share of the free GPU memory for the KV cache; on a CPU the share of a quarter of all memory"""
+    """share of the free GPU memory for the KV cache; on a CPU, of a quarter of all memory"""
     prefill_tokens: int = 2048
     """maximum prompt tokens per step: raise it for throughput, lower it for steady streams; a server on a CPU prefills
     for about 0.4 s per step while other requests run"""
@@ -67,14 +67,14 @@ class EngineConfig(EngineOptions):
     num_pages: int | None = None
     """pages of the KV cache; default: as many as `memory_share` allows and requests can use"""
     tree_nodes: int | None = None
-    """drafts per request as a tree of this many nodes, for parallel drafters; default: a chain of num_draft_tokens, or,
-    if that is not given either, a tree of 31"""
+    """nodes of the tree of drafts per request, for parallel drafters; default: a chain of num_draft_tokens if that is
+    given, else a tree of 31"""
     verify_tokens: int | None = None
     """fixed limit on the tokens of a verification pass. If the batch has more, the engine verifies the first draft of
     each request, then the drafts most likely to be accepted. 0: verify all. Default: those that pay (`draft_budget`)"""
     capture_adjusted: bool = False
-    """capture CUDA graphs for penalties, biases and grammars at start: per batch size those with no and most drafts.
-    The others, and without this all, are captured when a request first needs them"""
+    """capture CUDA graphs for penalties, biases and grammars at start: per batch size those with no and with the most
+    drafts. All others are captured when a request first needs them"""
     captured_batches: tuple[int, ...] = ()
     """for measurements that start quickly: batch sizes with a CUDA graph, the last of them `max_batch`, and one graph
     for prefill; no passes are shared. Default: `decode_buckets` and `prefill_buckets`"""
@@ -110,8 +110,8 @@ def decode_buckets(max_batch: int) -> tuple[int, ...]:
 def verify_sizes(batch: int, num_drafts: int, limit: int | None = None) -> tuple[int, ...]:
     """Sizes of the verification passes of a batch with up to `num_drafts` drafts each, to choose from.
 
-    The first is plain decoding. Others have room for at least one draft per request, except for one of large batches:
-    it serves the few requests that draft beside many that opted out. With a `limit`, as in
+    The first is plain decoding. The others have room for at least one draft per request, except for one size of large
+    batches: it serves a few drafting requests beside many that opted out. With a `limit`, as in
     `EngineConfig.verify_tokens`, there is one size with drafts.
 
     >>> verify_sizes(1, 31), verify_sizes(8, 31), verify_sizes(256, 31)
@@ -149,7 +149,7 @@ def shared_bucket(batch: int, prefill_tokens: int, num_tokens: int, num_chunks: 
 
 
 def shared_size(sizes: Sequence[int]) -> int:
-    """Of the sizes of a batch's verification passes, as in `verify_sizes`, the one that prompts may share.
+    """The verification pass size that prompts may share, out of the `verify_sizes` of a batch.
 
     >>> [shared_size(verify_sizes(batch, 31)) for batch in (1, 8, 64, 256)], shared_size(verify_sizes(8, 0))
     ([8, 64, 512, 1024], 8)
@@ -181,7 +181,7 @@ class SchedulerConfig:
     max_chunks: int = 64
     """maximum prompts per plan"""
     max_delay: int = 0
-    """plans that a new request waits, at most, to share its prefill pass with others"""
+    """most plans that a new request waits to share its prefill pass with others"""
     shares_passes: bool = False
     """whether few prompt tokens run in the pass of a decode step (`shared_buckets`), not in one of their own"""
 

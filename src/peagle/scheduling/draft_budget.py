@@ -1,20 +1,19 @@
-"""How many drafts a verification pass should have: those that bring more tokens per second than they cost.
+"""How many drafts to verify: those that bring more tokens per second than they cost.
 
-A step emits one token per request, plus the accepted drafts. The drafter's probabilities say how many drafts are
-accepted if the likeliest ones are verified: the sum of their probabilities, corrected by what was really accepted
-lately. Measured step times say what a pass of that size costs. The best size has the most tokens per second; without
-drafts the drafter does not run at all.
+A step emits one token per request, plus the accepted drafts. Verifying the likeliest drafts is expected to accept the
+sum of their probabilities, corrected by recent acceptance. Measured step times say what a pass of that size costs. The
+best size has the most tokens per second; without drafts the drafter does not run at all.
 
 On a GPU the host prepares the next step while the device runs this one. With large batches of small models the host is
 the bottleneck. The time per step is then the host's, and drafts that fit into it are free.
 
 On a GPU the host chooses before it has seen the drafts, so it takes their average. On a CPU it knows them. Then a pass
-verifies more drafts in steps where the drafter is sure, and fewer where it is not: a further draft must bring tokens
-faster than an average step does.
+verifies more drafts where the drafter is sure, and fewer where it is not: a further draft must bring tokens faster than
+an average step does.
 
-Whether drafting pays depends on the text. A large batch mixes many texts, so one verdict serves all of them, and if it
-is no, a few steps at times try again. A CPU serves few requests. There each request drafts for `trial_steps` first, and
-the verdict follows the drafts of the last few steps.
+Whether drafting pays depends on the text. A large batch mixes many texts, so one verdict serves all of them; if it is
+no, a few steps now and then probe again. A CPU serves few requests. There each request first drafts for `trial_steps`,
+and the verdict follows the last few steps.
 
 Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain decoding, 16 tokens take 50% longer. If
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:
@@ -51,31 +50,31 @@ log = logging.getLogger(__name__)
 MEMORY = 0.998
 """weight of the past per request and step, in the averages of probabilities and of accepted drafts"""
 INDEPENDENT = 8
-"""requests of one step that count at most: a burst of prompts is at the same place of all answers, and the first tokens
-of answers are hard to draft"""
+"""most requests that one step counts as: the answers of a burst all begin together, and their first tokens are hard to
+draft"""
 PRIOR = 8.0
-"""drafts that are taken as accepted as expected before the first step"""
+"""drafts assumed to be accepted as expected, before the first step"""
 WARM_UP = 256
-"""drafts of requests to observe before drafting may stop; 32 steps of a large batch"""
+"""requests to observe, over all steps, before drafting may stop; 32 steps of a large batch"""
 HOST_WEIGHT = 0.1
 """weight of the newest step in the host's time per step"""
 STOPS_BELOW = 0.95
 """expected tokens per second with drafts, as a share of those without, at which a large batch stops drafting. A stop
-costs its requests their drafts for good, and the estimate errs by a few percent: the last requests of a burst, for
-example, are those whose drafts are accepted least"""
+costs the running requests their drafts for good, and the estimate errs by a few percent: the last requests of a burst,
+for example, accept the fewest drafts"""
 PROBE_EVERY, PROBE_STEPS = 512, 32
 """while drafting does not pay, the last 32 of 512 choices verify drafts, to see whether they pay now. Only requests
 that arrive in these steps draft, and the first tokens of answers are hard to draft, so a few steps would not show it"""
 PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
-"""then each observation stands for that many: few drafts are seen, and the traffic may have changed"""
+"""weight of an observation then: few drafts are seen, and the traffic may have changed"""
 TRIAL_STEPS = 16
 """steps that each request drafts on a CPU; a fresh prompt says more about its answer than the answers before it"""
 HOLD_SECONDS = 60.0
-"""between two changes of the verdict that the log and the metrics show; at the limit every step may differ"""
+"""least time between two verdicts in the log and the metrics; near break-even they alternate from step to step"""
 
 
 class DraftCurve(NamedTuple):
-    """The drafts of a batch by probability: how many are above each of falling thresholds, and their sum."""
+    """The drafts of a batch by probability: how many exceed each falling threshold, and their probabilities' sum."""
 
     counts: Sequence[float]
     sums: Sequence[float]
@@ -106,21 +105,21 @@ class Choice(NamedTuple):
     num_drafting: int = 0
     """requests with drafts"""
     num_expected: float | None = None
-    """drafts that should be accepted by the drafter's probabilities; None if these did not decide the size"""
+    """accepted drafts to expect by the drafter's probabilities; None if these did not decide the size"""
     pays: bool = True
-    """whether requests that had their trial go on drafting"""
+    """whether requests whose trial is over still draft"""
     seconds: float = 0.0
     """expected time of the pass"""
     plain_seconds: float = 0.0
-    """expected time of a plain decoding step instead"""
+    """expected time of a plain decoding step"""
 
 
 class DraftBudget:
     """Chooses the tokens of each verification pass.
 
     `seconds` gives the time per step of a batch size by tokens of the verification pass. As many tokens as requests
-    mean plain decoding, without the drafter. With `trial_steps` each request drafts that many steps, whatever the
-    verdict; the verdict then follows as many steps, and there are no probes.
+    mean plain decoding, without the drafter. With `trial_steps` each request drafts for that many steps, whatever the
+    verdict, which then follows the last few steps; there are no probes.
     """
 
     def __init__(self, seconds: Callable[[int], Mapping[int, float]], trial_steps: int = 0) -> None:
@@ -141,16 +140,16 @@ class DraftBudget:
         self._num_observed = self._num_plain = 0
         self._num_expected = self._num_accepted = PRIOR
         self.is_stopped = False
-        """whether the last verdict on a large batch was that drafts do not pay; then the choices probe at times"""
+        """whether the last verdict on a large batch was that drafts do not pay; then some choices are probes"""
         self.pays = True
-        """whether drafting pays, as the log last said"""
+        """whether drafting pays, as last logged"""
         self._changed_at = -math.inf
         self.gain: float | None = None
         """expected tokens per second with drafts, as a multiple of those without, at the last choice"""
 
     @property
     def honesty(self) -> float:
-        """Accepted drafts per expected one, lately."""
+        """Accepted drafts per expected one, recently."""
         return self._num_accepted / self._num_expected
 
     def observe(self, curve: DraftCurve, num_requests: int) -> None:
@@ -167,7 +166,7 @@ class DraftBudget:
             self._num_accepted = weight * self._num_accepted + num_accepted
 
     def observe_time(self, choice: Choice, tokens_per_request: float) -> None:
-        """Add what a pass took, and what as many plain decoding steps as tokens per request would take."""
+        """Add the time of a pass, and of the plain decoding steps that emit as many tokens per request."""
         self.seconds += choice.seconds
         self.plain_seconds += choice.plain_seconds * tokens_per_request
 
@@ -188,16 +187,16 @@ class DraftBudget:
         """The best size of the next pass of `num_requests` requests, of which `num_drafting` have drafts.
 
         `batch` is the captured batch size that they run in. `drafts` are those of the pass, if they are known. Whether
-        drafting pays at all is decided as if the `num_paused` requests drafted, too: new requests take their place, and
-        alone these would never pay. If it does not pay, the pass has drafts only if `num_on_trial` requests have not
-        drafted for `trial_steps` yet.
+        drafting pays is judged as if the `num_paused` requests drafted too: new requests will take their places, and a
+        few of these alone would never pay. If it does not pay, the pass still has drafts if `num_on_trial` requests
+        have not drafted for `trial_steps` yet.
         """
         seconds = self._step_seconds(batch)
         choice = self._choose(seconds, batch, num_requests, num_drafting, num_paused, drafts, num_on_trial)
         return choice._replace(seconds=seconds[choice.num_tokens], plain_seconds=seconds[batch])
 
     def resized(self, choice: Choice, batch: int, num_tokens: int) -> Choice:
-        """What to expect of a pass that has other drafts than those chosen: all, or a fixed number."""
+        """What to expect of a pass with `num_tokens` tokens instead of those chosen."""
         expected = None
         if self._average is not None:
             expected = self._average.scaled(choice.num_drafting).expected(num_tokens - batch)

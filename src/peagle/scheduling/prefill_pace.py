@@ -19,7 +19,7 @@ STEP_SECONDS = 0.4
 FIRST_TOKENS = 64
 """Prompt tokens per step until a prefill pass was timed."""
 MIN_TOKENS = 32
-"""Fewer tokens take no less time: a pass reads all weights."""
+"""Fewer tokens are no faster: a pass reads all weights."""
 KEPT = 0.5
 """Weight of the passes before the newest one. Passes count by their tokens, as short ones say little about speed."""
 

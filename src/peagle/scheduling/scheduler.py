@@ -15,17 +15,17 @@ The rules:
 - First come, first served. Every running request is older than every waiting one.
 - Every decoding request is in every plan, until its last token is in flight. Exception: a request with a grammar skips
   a plan while its previous pass is unseen, because the grammar must read those tokens first.
-- A decoding request that needs a page when none is free preempts the youngest running request, if need be itself. The
+- A decoding request that needs a page when none is free preempts the youngest running request, possibly itself. The
   oldest can take all pages, and a request that needs more is refused, so the oldest always finishes.
 - A waiting request is admitted when there is a free row, and pages for its prompt and its first decode step. It never
   overtakes an older one.
 - Prefill takes at most `prefill_tokens` per plan, the oldest first. Each request leaves half of the rest to younger
-  ones, so that a short prompt gets through behind long ones. `plan` takes a lower limit for plans that several requests
-  share: on a CPU a long prompt would stall the others (`prefill_pace`).
+  ones, so that a short prompt behind long ones does not wait for all of them. `plan` takes a lower limit for plans that
+  several requests share: on a CPU a long prompt would stall the others (`prefill_pace`).
 - A prefill pass costs about as much as a decode step, however few tokens it has. So on a GPU few tokens share the pass
-  of the decode step (`shares_pass`). If many requests decode and a few are new, these take no more tokens per plan than
-  that pass has room for. Where passes are not shared, the few may wait some plans (`max_delay`) until others can share
-  their prefill pass.
+  of the decode step (`shares_pass`). A few new requests beside many decoding ones take no more tokens per plan than
+  that pass has room for. Where passes are not shared, they may wait some plans (`max_delay`) for others to share their
+  prefill pass.
 - Nothing is computed twice at the same time: if an older request is prefilling the page that a request needs next, the
   request waits for it.
 - A request with prompt_logprobs runs its whole prompt, at most `SCORED_TOKENS` per plan, and reuses no pages.
@@ -61,7 +61,7 @@ from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import Request
 
 DECODES_PER_ADMISSION = 8
-"""A prefill pass pays with one new request per this many decoding ones: measured at 64 requests, see docs/log.md."""
+"""A prefill pass pays from one new request per this many decoding ones on; measured at 64 requests (docs/log.md)."""
 SCORED_TOKENS = 256
 """Prompt tokens per plan that need logits: these take far more memory than hidden states."""
 

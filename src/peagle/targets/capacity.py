@@ -38,7 +38,7 @@ def count_parameters(directory: Path) -> int:
 
 
 def keeps_few_bits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights that are stored in few bits stay so: our kernels need a GPU and bfloat16."""
+    """Whether quantized weights are kept: our kernels need a GPU and bfloat16."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
@@ -60,7 +60,7 @@ def check_fits(
     if quantize is not None:
         needed, kind = quantized_bytes(num_parameters, quantize, _num_plain(directory)), f"in {quantize} take about"
     elif keeps_few_bits(device, dtype) and (stored := _stored_bytes(name, dtype, entry, directory) or plain) < plain:
-        needed, kind, is_kept = stored, "in few bits, as they are stored, take", True
+        needed, kind, is_kept = stored, "in their quantized form take", True
     if device.type == "cuda":
         room, where = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
     else:
@@ -81,7 +81,7 @@ def check_fits(
 
 
 def _stored_bytes(name: str, dtype: torch.dtype, entry: CatalogEntry | None, directory: Path | None) -> int | None:
-    """Bytes of weights that are kept in few bits as they are stored; None if they are plain."""
+    """Bytes of weights that are kept quantized as stored; None if they are plain."""
     if directory is not None:
         checkpoint = keepable(directory) if quantization_config(directory) else None
         return None if checkpoint is None else kept_bytes(checkpoint, dtype.itemsize)
@@ -112,7 +112,7 @@ def _rounding(
     directory: Path | None,
     is_kept: bool,
 ) -> str:
-    """The most exact form of `--quantize` that fits; empty if none does, or the weights are in few bits already."""
+    """The most exact form of `--quantize` that fits; empty if none does, or the weights are already quantized."""
     is_few_bit = is_kept or _is_stored(directory) or (entry is not None and entry.weights in FEW_BITS)
     if device.type != "cuda" or is_few_bit:
         return ""

@@ -22,7 +22,7 @@ BUILT_IN = Path(__file__).with_name("catalog.toml")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 GB = 1e9
 FEW_BITS = ("mxfp4", "fp8")
-"""The stored formats that keep weights in few bits."""
+"""The stored formats that are quantized."""
 KEYS_HINT = "docs/guides/models.md explains every key; `peagle catalog --json` shows examples"
 
 
@@ -179,11 +179,11 @@ class CatalogEntry:
 
     @property
     def keeps_few_bits(self) -> bool:
-        """Whether `target` itself is stored in few bits, which the native engine keeps on a GPU."""
+        """Whether `target` itself is quantized, which the native engine keeps on a GPU."""
         return self.weights in FEW_BITS and self.quantized_target is None
 
     def native_gb(self, drafter: CatalogDrafter | None = None) -> float:
-        """Size of the weights on the native engine, on a GPU: bfloat16, or as they are stored in few bits.
+        """Size of the weights on the native engine, on a GPU: bfloat16, or as stored if quantized.
 
         The KV cache comes on top.
         """

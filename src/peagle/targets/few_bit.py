@@ -30,7 +30,7 @@ PLAIN_SHARE = 0.025
 
 
 def check_quantize(form: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse an unknown form, and a device or dtype that our kernels for few bits do not take."""
+    """Refuse an unknown form, and a device or dtype that our kernels for quantized weights do not take."""
     if form not in FORMS:
         raise TargetError(f"unknown form {form!r} of weights", hint=nearest(form, FORMS))
     if device.type != "cuda":
@@ -95,7 +95,7 @@ def quantize_layer(layer: nn.Module, form: str) -> None:
 
 
 def check_quantized(model: "PreTrainedModel", form: str) -> None:
-    """Refuse a model without a weight in few bits, and say which weights stayed plain although they are many."""
+    """Refuse a model without a quantized weight, and say which large weights stayed plain."""
     layers = decoder_layers(model)
     if not any(few_bit_modules(layers)):
         raise TargetError(
@@ -106,7 +106,7 @@ def check_quantized(model: "PreTrainedModel", form: str) -> None:
         type(module).__name__ for module in layers.modules() for own in module._parameters.values() if _is_stack(own)
     }
     if stacks:
-        log.warning("%s stay in %s: their gate is not known", ", ".join(sorted(stacks)), model.dtype)
+        log.warning("%s stay in %s: their gate is unknown", ", ".join(sorted(stacks)), model.dtype)
 
 
 def _is_stack(parameter: nn.Parameter | None) -> bool:
@@ -136,7 +136,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def few_bit_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules with weights in few bits, by name. Their buffers are these weights."""
+    """The modules with quantized weights, by name. Their buffers are these weights."""
     for name, module in model.named_modules():
         if isinstance(module, FewBitLinear | FewBitExperts):
             yield name, module

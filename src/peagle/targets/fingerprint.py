@@ -1,4 +1,4 @@
-"""A hash of a model's weights: the same, whether weights stored in few bits are kept so or are dequantized."""
+"""A hash of a model's weights: the same whether quantized weights are kept or dequantized."""
 
 import hashlib
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
 """Fuse the gate of an MLP with its two projections, in any model that has a gated MLP.
 
 Most decoders compute down(activation(gate(x)) * up(x)). We recognize such a module by the names of its parts and by
-comparing its output, not by a table of models. Only passes with few rows are fused, and any with weights in few bits;
-others run the model's code.
+comparing its output, not by a table of models. Only passes with few rows are fused, and all passes with quantized
+weights; others run the model's code.
 """
 
 import logging

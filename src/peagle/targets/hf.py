@@ -89,7 +89,7 @@ class HFTarget:
 
     @property
     def precision(self) -> str:
-        """The dtype it computes in, and how its weights are kept if in few bits: "bfloat16, int4 weights"."""
+        """The dtype it computes in, and the form of its weights if quantized: "bfloat16, int4 weights"."""
         few_bit = (module for module in self.layers.modules() if isinstance(module, FewBitLinear | FewBitExperts))
         forms = sorted({module.form for module in few_bit})
         return ", ".join([str(self.dtype).removeprefix("torch."), *(f"{form} weights" for form in forms)])
@@ -233,7 +233,7 @@ class HFTarget:
         return fingerprint(self.model)
 
     def keep_fingerprint(self) -> None:
-        """Remember the fingerprint before the weights are sharded over several processes, or rounded to few bits."""
+        """Remember the fingerprint before the weights are sharded over several processes, or quantized."""
         self._kept_fingerprint = self.fingerprint()
 
     def _keep_input(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

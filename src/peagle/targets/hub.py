@@ -160,7 +160,7 @@ def count_parameters(model_id: str) -> int | None:
 
 
 def few_bit_bytes(model_id: str) -> int | None:
-    """Bytes of weights that are stored in few bits, according to the hub; None if they are plain, or unknown."""
+    """Bytes of quantized weights, according to the hub; None if they are plain, or unknown."""
     counts, quantization = _stored(model_id)
     bytes_each = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4}  # others are loaded in 2 bytes
     return sum(count * bytes_each.get(dtype, 2) for dtype, count in counts.items()) if quantization else None

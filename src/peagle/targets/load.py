@@ -75,7 +75,7 @@ def load_target(
         aux_layer_ids=aux_layer_ids,
     )
     if quantize is not None or any(few_bit.few_bit_modules(model)):
-        found.keep_fingerprint()  # drafters are made for the weights before rounding; an engine joins those in few bits
+        found.keep_fingerprint()  # drafters are made for the weights before rounding; an engine joins rounded ones
     if quantize is not None:
         few_bit.quantize_model(model, quantize, chosen_device)
         found.rounded_to = quantize
@@ -135,14 +135,14 @@ def _check(
     device: torch.device,
     quantize: str | None,
 ) -> None:
-    """Refuse weights that do not fit, and to round those that are stored in few bits already."""
+    """Refuse weights that do not fit, and --quantize for weights that are already quantized."""
     if directory is not None:
         method = quantization_config(directory).get("quant_method")
     else:
         method = entry.weights if entry is not None and entry.keeps_few_bits else None
     if quantize is not None and method:
         raise TargetError(
-            f"{name} is stored in few bits already ({method}), and --quantize would round it twice",
+            f"{name} is already quantized ({method}), and --quantize would round it twice",
             hint="load it without --quantize, or quantize the original model",
         )
     check_fits(_short_name(name, entry), num_parameters, dtype, device, entry, directory, quantize)

@@ -20,7 +20,7 @@ Curve = list[Cell]
 """The cells of one setting, by rising concurrency."""
 
 CLOSE = 0.98
-"""A setting at this share of the best is as good: measurements vary. Then the engine's own choice goes first."""
+"""A setting at this share of the best counts as equal: measurements vary. Of equals, the engine's own choice wins."""
 
 
 def recommend(
@@ -63,7 +63,7 @@ def of_form(curves: Mapping[str, Curve], form: str | None) -> dict[str, Curve]:
 
 
 def chosen_form(curves: Mapping[str, Curve], score: Callable[[Curve], float]) -> str:
-    """The setting to use; one with rounded weights, which change the answers, only if it is faster."""
+    """The setting to use. Quantized weights change the answers, so they must be faster to be chosen."""
     forms = dict.fromkeys(curve[0].get("quantize") for curve in curves.values())
     best, *others = [chosen(of_form(curves, form), score) for form in forms]
     fastest = max(others, key=lambda label: score(curves[label]), default=best)

@@ -11,7 +11,7 @@ from peagle.errors import DataError
 from peagle.rows import read_rows
 
 NUM_PROMPTS = 64
-"""The newest requests that are answered again."""
+"""How many of the newest requests are answered again."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Recording:
 
 
 def read_recording(directory: Path, limit: int | None = None) -> Recording:
-    """The newest prompts, at most `limit` or `NUM_PROMPTS`, and what all requests have in common."""
+    """The newest prompts, at most `limit` or `NUM_PROMPTS`, and the load of all requests."""
     files = sorted(directory.expanduser().glob("traffic-*.jsonl"))
     if not files:
         raise DataError(f"{directory} holds no recording", hint="pass the directory of `peagle serve --record DIR`")
     rows = [row for path in files for _, row in read_rows(path)]
-    first_of = {row["id"]: row for row in rows}  # of several answers to a request, one
+    first_of = {row["id"]: row for row in rows}  # one of several answers to a request
     texts = [row["prompt_ids"] for row in first_of.values() if row.get("prompt_ids")]
     if not texts:
         raise DataError(f"{directory} has lengths, but no text to measure on", hint="record it with --record-text")

@@ -125,9 +125,9 @@ def _is_vllm(argv: list[str]) -> bool:
 
 
 def _placed(command: Command, ours: list[str], added: list[str], limit: int | None, rest: list[str]) -> list[str]:
-    """The words in the order that a command takes them; the batch limit as vLLM's own option or variable."""
+    """The words in the command's order; the batch limit as vLLM's own option or variable."""
     if command == "deploy vllm":
-        if "--target" in added:  # this command takes its target by place
+        if "--target" in added:  # this command takes its target as a positional argument
             at = added.index("--target")
             ours, added = [added[at + 1], *ours], added[:at] + added[at + 2 :]
         if limit is not None and not any(word.startswith("--max-num-seqs") for word in rest):

@@ -33,7 +33,7 @@ def table_of(tuned: dict[str, Any]) -> Table:
 
 
 def lines_of(tuned: dict[str, Any]) -> list[str]:
-    """The recommendation, what to expect, and where drafting stops to pay."""
+    """The recommendation, what to expect, and where drafting stops paying."""
     depth, expected = tuned["num_draft_tokens"], tuned["expected"]
     drafts = "the engine chooses the drafts" if depth is None else f"--num-draft-tokens {depth}"
     if depth:
@@ -41,7 +41,7 @@ def lines_of(tuned: dict[str, Any]) -> list[str]:
     form = "" if tuned["quantize"] is None else f", --quantize {tuned['quantize']}"
     said = [f"recommended: {tuned['label']} ({drafts}), --max-batch {tuned['max_batch']}{form}."]
     if form:
-        said.append("With rounded weights the answers are those of the rounded model, not of the target as it is.")
+        said.append("Answers are then those of the quantized model, not of the target as it is.")
     said.append(
         f"Expect {expected['output_tokens_per_second']:,.1f} tokens/s at concurrency {expected['concurrency']:g}: "
         f"{number(expected['tpot_p50_ms'], 2)} ms per token (p99 {number(expected['tpot_p99_ms'], 2)}), "

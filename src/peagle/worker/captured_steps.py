@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the part being prepared, the number of parts done, and their total."""
 
 TOKEN_STRIDE = 7919
-"""Between the newest tokens of neighboring rows while steps are timed: a prime, so that they differ."""
+"""Distance of the newest token ids of neighboring rows while steps are timed: a prime, so that they differ."""
 
 Bucket = tuple[int, int]
 """tokens and chunks of a prefill pass"""
@@ -123,8 +123,8 @@ class CapturedSteps:
     def capture_all(self, progress: Progress, adjustments: Adjustments | None) -> CaptureCost:
         """Capture every shape, the largest first, so that the others reuse its memory.
 
-        With `adjustments`, also capture passes that adjust logits: of each batch those with no drafts and with the
-        most. Other passes that adjust logits are captured when first needed.
+        With `adjustments`, also capture passes that adjust logits: per batch size those with no drafts and with the
+        most. The others are captured when first needed.
         """
         started, free = time.perf_counter(), free_bytes(self.device)
         shapes = [
@@ -310,7 +310,7 @@ class CapturedSteps:
         return self.prefills[shape]
 
     def _padding_chunks(self, bucket: Bucket) -> Chunks:
-        """The chunks in the upload buffer of a bucket, without any of a request."""
+        """The chunks in the upload buffer of a bucket, all of them padding."""
         empty = torch.from_numpy(fill_upload((), self._padding_row, *bucket)).to(self.device)
         upload = self._uploads.setdefault(bucket, torch.empty_like(empty))
         return chunk_views(upload.copy_(empty), *bucket)

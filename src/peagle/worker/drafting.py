@@ -33,8 +33,8 @@ from peagle.worker.row_state import RowState
 from peagle.worker.verify_batch import Accepted, VerifyBatch, cells
 
 FIRST_DEPTH, DEEPER = 4, 2
-"""with `adapts_depth`: the least depth, and how much deeper than the deepest accepted draft of the last step; a path
-accepted to its end doubles the depth"""
+"""with `adapts_depth`: the least depth, and the margin below the last step's deepest accepted draft; a path accepted to
+its end doubles the depth"""
 
 
 class DrafterBatch(NamedTuple):
@@ -97,7 +97,7 @@ class Drafting:
         return drafter.fuse(drafter.mask_hidden) if drafter.config.parallel else drafter.fc.weight.new_zeros(0)
 
     def renew(self) -> None:
-        """Compute again what depends on the weights, after they changed. In place: captured graphs read it there."""
+        """Recompute what depends on the weights, after they changed: in place, where captured graphs read it."""
         self.fused_mask_D.copy_(self._fuse_mask())
 
     @property
@@ -109,8 +109,8 @@ class Drafting:
         """Draft behind the tokens that a verification pass accepted."""
         table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
         if not rows_B.is_cuda:
-            # On a CPU shapes may depend on values. So drop the requests without drafts, which need the newest token
-            # only, and the tokens that no request accepted.
+            # On a CPU shapes may depend on values: drop the requests without drafts, which need the newest token only,
+            # and the tokens that no request accepted.
             self.state.tokens[:, :1].index_copy_(0, rows_B, accepted.next_B1)
             self.state.confidence.index_fill_(0, rows_B, float("-inf"))
             drafting_B = (self.state.max_draft[rows_B] > 0).nonzero()[:, 0]
@@ -146,7 +146,8 @@ class Drafting:
         first: FirstTokens,
         aux: Tensor,
     ) -> None:
-        """Both of the above in one pass, after one of the target. `aux` has the tokens of the decode step first."""
+        """Both of the above in one pass, after a shared pass of the target. In `aux` the decode step's tokens come
+        first."""
         fused, size = self._run_fuse(aux), len(batch.token_ids_N)
         table_BP, first_anchor_B = batch.paged_rows.page_table_BP, batch.paged_rows.context_B
         slots = self._run_join(

@@ -44,7 +44,7 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for any batch size. A function has few variants: 0, 1 or more rows, kinds of layers.
 
     If the compiler fails, as on combined kernels that sort a few tokens by expert (torch 2.11), the function falls back
-    to kernels of its own, then to eager code, with one warning each.
+    to uncombined kernels, then to eager code, with one warning each.
     """
     fast, name = compiled(function, dynamic=True), getattr(function, "__qualname__", repr(function))
 
@@ -70,7 +70,7 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_compiled_code() -> None:
-    """Keep what the compiler makes across restarts, unless the user chose a directory for it.
+    """Keep compiled code across restarts, unless the user chose a directory for it.
 
     Importing the compiler sets the variable to a directory in /tmp.
     """
@@ -79,7 +79,7 @@ def keep_compiled_code() -> None:
 
 
 class UseKernels(CustomGraphPass):
-    """Our passes over a compiled graph as one of Inductor's, with a uuid so that its compile cache works."""
+    """Our graph passes as one pass of Inductor, with a uuid so that its compile cache works."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         use_top_k(graph)

@@ -163,7 +163,7 @@ class Launch:
     has_first: Any = None
     """CUDA event: the device has the first tokens of the prompts; None if they come with the rest"""
     is_shared: bool = False
-    """whether prompts and decode step were one pass: then all tokens come together"""
+    """whether prompts and decode step share one pass: then all tokens arrive together"""
     scores: list[PromptScores] = field(default_factory=list)
     """log-probabilities of prompts"""
     rest: Callable[[], None] | None = None

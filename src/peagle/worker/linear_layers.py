@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 Undo = Callable[[], None]
 
 MIN_ROUNDED_HEAD = 2**22
-"""weights of the head of a drafter that computes in integers: the products of a smaller one take little of a step"""
+"""least weights in the head of a drafter that computes in integers: a smaller head takes little of a step"""
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def _joined_linear(group: Joined) -> nn.Linear:
     """The layer of a joined group, with the blocks of its parts if all have the same form."""
-    assert isinstance(group.weight, Tensor), "only a GPU computes from few bits"
+    assert isinstance(group.weight, Tensor), "only a GPU computes from quantized weights"
     linear = _linear(group.weight, group.bias)
     blocks = [blocks_of(part.weight) for part in group.parts if isinstance(part.weight, Tensor)]
     kept = [each for each in blocks if each is not None]

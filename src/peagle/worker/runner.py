@@ -175,7 +175,7 @@ class Runner:
 
     @property
     def may_share(self) -> bool:
-        """Whether prompts may run in the pass of a decode step: not while that is a plain one beside a drafter."""
+        """Whether prompts may run in the pass of a decode step: not while the budget has stopped the drafter."""
         return self.budget is None or not self.budget.is_stopped
 
     # Running plans ----------------------------------------------------------------------------------------------------

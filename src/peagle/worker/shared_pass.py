@@ -1,8 +1,8 @@
 """A decode step and chunks of prompts in one pass of the target and, if there is one, of the drafter.
 
-A pass over few tokens takes about as long as one over a few more: it reads all weights, and launches as many kernels.
-So a prompt that shares the pass of the decode step costs a fraction of a prefill pass. The new request decodes from the
-next step on.
+A few more tokens hardly slow down a pass over few: it reads all weights and launches as many kernels anyway. So a
+prompt that shares the pass of the decode step costs a fraction of a prefill pass. The new request decodes from the next
+step on.
 
 Shapes: B decoding requests, N tokens of the verification pass, C chunks, M tokens of the chunks, R rows of logits, A
 width of the concatenated hidden states (aux) of the target.

@@ -34,13 +34,13 @@ from peagle.worker.step import Step, Verified
 log = logging.getLogger(__name__)
 
 PASS_SIZES = (1, 4, 8, 16, 64)
-"""tokens of the passes that are timed, at most; costs rise slowly up to about 8, then in proportion"""
+"""most tokens of a timed pass; costs rise slowly up to about 8, then in proportion"""
 BATCHES = (1, 4)
 """requests of the drafts that are timed"""
 LENGTH, NUM_ACCEPTED = 128, 2
 """tokens of the sequences, and accepted drafts per step, in the timed steps"""
 MIN_ROUNDS, MAX_ROUNDS, ROUNDS_SECONDS = 2, 5, 1.0
-"""each size is timed this often, fewer times once the seconds are over"""
+"""how often each size is timed; fewer times once the seconds are over"""
 DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 62)
 """drafts per request, on average, that a pass may have"""
 

@@ -31,7 +31,7 @@ from peagle.kernels.random_numbers import uniform
 from peagle.worker.row_state import RowState
 
 NUM_THRESHOLDS, THRESHOLD_STEP = 24, 0.35
-"""Thresholds of a `DraftCurve`, as log-probabilities: 0, -0.35, -0.7, ... Half the probability every other one."""
+"""Thresholds of a `DraftCurve`, as log-probabilities: 0, -0.35, -0.7, ... Every other one halves the probability."""
 
 STREAM_ASSUME, SEEDS_PER_ROW = 1, 1 << 32
 """Random numbers of `assume_acceptance`: of the row, its newest token and its length."""
