@@ -229,7 +229,7 @@ class Scheduler:
         if not buckets or not self._is_few(len(new), decodes) or not _are_usual([*new, *decodes]):
             return None
         num_tokens, num_chunks = buckets[-1]
-        return num_tokens, num_chunks - 1
+        return num_tokens, min(num_chunks - 1, self.config.max_chunks)
 
     def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
         """Whether the chunks may run in the pass of the decode step."""
