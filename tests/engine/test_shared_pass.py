@@ -105,3 +105,16 @@ def test_plain_steps_of_an_engine_with_a_drafter_are_not_shared(models: tuple[HF
         engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
         shared.clear()
     engine.close()
+
+
+def test_a_shared_pass_keeps_to_the_limit_of_a_verification_pass(models: tuple[HFTarget, HFTarget, Drafter]) -> None:
+    _, served, drafter = models
+    config = EngineConfig(page_size=4, max_batch=6, max_length=160, verify_tokens=3, tree_nodes=9)
+    engine = Engine(served, drafter, 4, config)
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=8))
+    engine.step()
+    engine.add(PROMPTS[2], SamplingParams(max_tokens=8))
+    launch = engine.runner.launch(engine.scheduler.plan())
+    engine.close()
+    assert launch.is_shared and launch.passes[1].emitted[0, 1] == 2
