@@ -251,6 +251,9 @@ def test_a_burst_drafts_though_drafting_stopped_among_the_last_requests_of_the_o
     for _ in range(WARM_UP):
         budget.observe(UNLIKELY.scaled(10), num_requests=10)
     assert not budget.choose(64, 60, num_drafting=10, num_paused=0).pays
+    assert not budget.choose(64, 60, num_drafting=50, num_paused=10).pays, "short bursts may not draft all the time"
+    for _ in range(2 * PROBE_STEPS):
+        budget.observe_time(Choice(64), 1)
     assert not budget.choose(64, 60, num_drafting=10, num_paused=50).pays, "no burst"
     for _ in range(WARM_UP // INDEPENDENT):
         assert budget.choose(64, 60, num_drafting=50, num_paused=10).pays

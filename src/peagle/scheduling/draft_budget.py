@@ -242,7 +242,8 @@ class DraftBudget:
         rate = max(rate_of(size, everyone) for size in sizes)
         plain_rate = num_requests / seconds[batch]
         self.gain = rate / plain_rate
-        if self.is_stopped and num_drafting > max(num_paused, INDEPENDENT):
+        is_burst = num_drafting > max(num_paused, INDEPENDENT)
+        if self.is_stopped and is_burst and self._num_stopped >= 2 * PROBE_STEPS:
             self._begin_again()
         if self._num_observed < (self.trial_steps or WARM_UP):
             return best
