@@ -90,18 +90,37 @@ def test_passes_that_adjust_or_score_logits_are_not_shared(models: tuple[HFTarge
 
 def test_plain_steps_of_an_engine_with_a_drafter_are_not_shared(models: tuple[HFTarget, HFTarget, Drafter]) -> None:
     _, served, drafter = models
-    engine = Engine(served, drafter, 4, EngineConfig(page_size=4, max_batch=6, max_length=160, verify_tokens=0))
+    config = EngineConfig(page_size=4, max_batch=6, max_length=160, verify_tokens=0, prefill_tokens=128)
+    engine = Engine(served, drafter, 4, config)
     engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
     shared = []
     launch = engine.runner.launch
     engine.runner.launch = lambda plan: shared.append(plan.shares_pass) or launch(plan)  # type: ignore[method-assign]
-    for num_draft_tokens, expected in ((0, [False, False]), (4, [False, True])):
-        for index in (0, 2):
-            params = SamplingParams(max_tokens=8, ignore_eos=True, num_draft_tokens=num_draft_tokens)
-            engine.add(PROMPTS[index], params)
+    long = [*PROMPTS[0], *PROMPTS[7], *PROMPTS[7][:60]]
+    for first, second, prompt, expected in (
+        (0, 0, PROMPTS[2], [False, False, False]),
+        (4, 4, PROMPTS[2], [False, True, False]),
+        (0, 4, long, [False, False, False]),
+    ):
+        for text, num_draft_tokens in ((PROMPTS[0], first), (prompt, second)):
+            engine.add(text, SamplingParams(max_tokens=8, ignore_eos=True, num_draft_tokens=num_draft_tokens))
             engine.step()
+        engine.step()
         assert shared == expected
         engine.reset()
         engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
         shared.clear()
     engine.close()
+
+
+def test_a_shared_pass_keeps_to_the_limit_of_a_verification_pass(models: tuple[HFTarget, HFTarget, Drafter]) -> None:
+    _, served, drafter = models
+    config = EngineConfig(page_size=4, max_batch=6, max_length=160, verify_tokens=3, tree_nodes=9)
+    engine = Engine(served, drafter, 4, config)
+    engine.scheduler.config = replace(engine.scheduler.config, shares_passes=True)
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=8))
+    engine.step()
+    engine.add(PROMPTS[2], SamplingParams(max_tokens=8))
+    launch = engine.runner.launch(engine.scheduler.plan())
+    engine.close()
+    assert launch.is_shared and launch.passes[1].emitted[0, 1] == 2

@@ -50,7 +50,11 @@ def test_likely_and_cheap_drafts_are_all_verified_and_dear_ones_in_part() -> Non
 def test_drafting_stops_only_when_enough_was_seen_and_is_tried_again_at_times() -> None:
     assert observed(DEAR, UNLIKELY, WARM_UP - 1).choose(1, 1, 1).num_tokens == 2
     budget = observed(DEAR, UNLIKELY)
-    chosen = [budget.choose(1, 1, 1).num_tokens for _ in range(2 * PROBE_EVERY)]
+    chosen = []
+    for _ in range(2 * PROBE_EVERY):
+        choice = budget.choose(1, 1, 1)
+        budget.observe_time(choice, 1)
+        chosen.append(choice.num_tokens)
     assert chosen.count(2) == 2 * PROBE_STEPS and chosen.count(1) == 2 * (PROBE_EVERY - PROBE_STEPS)
     assert chosen[PROBE_EVERY - PROBE_STEPS : PROBE_EVERY] == [2] * PROBE_STEPS, "a few steps in a row"
 
@@ -95,6 +99,16 @@ def test_drafts_that_are_accepted_less_than_expected_lose_weight() -> None:
     assert budget.choose(1, 1, 1).num_tokens == 2
 
 
+def test_accepted_drafts_count_per_request_so_that_a_large_batch_is_forgotten_like_a_small_one() -> None:
+    """After many steps of 256 requests whose drafts fail, those of one request are accepted as expected."""
+    budget = observed(DEAR, LIKELY)
+    for _ in range(1000):
+        budget.observe_accepted(0, Choice(512, 256, 640.0))
+    for _ in range(1000):
+        budget.observe_accepted(3, Choice(5, 1, 3.0))
+    assert budget.honesty > 0.8
+
+
 def test_passes_whose_size_nobody_chose_say_nothing_about_the_probabilities() -> None:
     budget = observed(CHEAP, LIKELY)
     for _ in range(100):
@@ -120,8 +134,9 @@ def test_drafts_are_free_while_the_device_waits_for_the_host() -> None:
     assert budget.choose(1, 1, 1).num_tokens == 1, "another batch size"
     budget.observe_host(3.0, batch=1)
     assert budget.choose(1, 1, 1).num_tokens == 4
-    for _ in range(100):
+    for _ in range(WARM_UP):
         budget.observe_host(0.5, batch=1)
+        budget.observe(UNLIKELY, num_requests=1)
     assert budget.choose(1, 1, 1).num_tokens == 1
 
 
@@ -171,9 +186,12 @@ def serve(budget: DraftBudget, curve: DraftCurve, num_requests: int, num_steps: 
     for _ in range(num_requests):
         drafted.append(0)
         while drafted[-1] < num_steps and (choice := budget.choose(1, 1, 1)).num_tokens > 1:
+            budget.observe_time(choice, 1 + (choice.num_expected or 0))
             budget.observe_accepted(round(choice.num_expected or 0), choice)
             budget.observe(curve, num_requests=1)
             drafted[-1] += 1
+        for _ in range(num_steps - drafted[-1]):
+            budget.observe_time(Choice(1), 1)
     return drafted
 
 
@@ -219,18 +237,56 @@ def test_drafting_stops_with_the_traffic_and_is_back_when_it_pays(
     assert caplog.records[-1].message.startswith("drafting pays again at batch size 1 (") and len(caplog.records) == 2
 
 
+def test_drafting_is_tried_again_after_some_plain_steps_however_few_requests_come() -> None:
+    """Hard texts, then easy ones, one at a time. All but one step of a request without drafts need no choice."""
+    budget = DraftBudget({1: DEAR}.__getitem__)
+    serve(budget, UNLIKELY, 200)
+    assert budget.is_stopped
+    drafted = serve(budget, LIKELY, 2 * PROBE_EVERY // 50)
+    assert drafted[-1] == 50 and sum(drafted) < 50 * len(drafted)
+
+
+def test_a_burst_drafts_though_drafting_stopped_among_the_last_requests_of_the_one_before() -> None:
+    budget = DraftBudget({64: {64: 1.0, 128: 1.5}}.__getitem__)
+    for _ in range(WARM_UP):
+        budget.observe(UNLIKELY.scaled(10), num_requests=10)
+    assert not budget.choose(64, 60, num_drafting=10, num_paused=0).pays
+    assert not budget.choose(64, 60, num_drafting=50, num_paused=10).pays, "short bursts may not draft all the time"
+    for _ in range(2 * PROBE_STEPS):
+        budget.observe_time(Choice(64), 1)
+    assert not budget.choose(64, 60, num_drafting=10, num_paused=50).pays, "no burst"
+    for _ in range(WARM_UP // INDEPENDENT):
+        assert budget.choose(64, 60, num_drafting=50, num_paused=10).pays
+        budget.observe(UNLIKELY.scaled(50), num_requests=50)
+    assert not budget.choose(64, 60, num_drafting=50, num_paused=10).pays
+
+
+def test_drafting_that_began_again_goes_on_for_some_steps() -> None:
+    """A burst grows through batch sizes that pay and that do not; a stop costs its requests their drafts for good."""
+    budget = observed(DEAR, UNLIKELY)
+    assert not budget.choose(1, 1, 1).pays
+    budget.observe_host(5.0, batch=1)
+    assert budget.choose(1, 1, 1).pays
+    for _ in range(50):
+        budget.observe_host(0.1, batch=1)
+    assert budget.choose(1, 1, 1).pays
+    for _ in range(WARM_UP):
+        budget.observe(UNLIKELY, num_requests=1)
+    assert not budget.choose(1, 1, 1).pays
+
+
 def test_a_verdict_that_changes_with_every_step_is_told_at_most_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host is slow at batch size 2 only, where drafts are free."""
     now = clock_of(monkeypatch)
     caplog.set_level("INFO")
+    monkeypatch.setattr("peagle.scheduling.draft_budget.WARM_UP", 1)
     budget = DraftBudget({1: DEAR, 2: DEAR}.__getitem__)
-    for _ in range(WARM_UP):
-        budget.observe(UNLIKELY, num_requests=1)
     budget.observe_host(3.0, batch=2)
     for step in range(310):
         now[0] = HOLD_SECONDS / 100 * step
+        budget.observe(UNLIKELY, num_requests=1)
         budget.choose(1 + step % 2, 1, 1)
     said = [record.message.split(" at ")[0] for record in caplog.records]
     assert said == ["drafting does not pay", "drafting pays again"] * 2 and budget.num_pauses == 2

@@ -58,6 +58,19 @@ def test_pages_without_drafter_entries_are_for_requests_without_drafts() -> None
     scheduler.check_integrity()
 
 
+def test_a_prompt_has_drafter_entries_though_its_request_stopped_drafting_with_its_first_step() -> None:
+    scheduler, text = make(), [*range(8), *range(91, 97)]
+    paused = add(scheduler, "paused", text[:8], num_draft_tokens=4)
+    scheduler.plan()
+    paused.is_paused = True
+    see(scheduler, paused, *text[8:])
+    drafted = add(scheduler, "drafted", text, num_draft_tokens=4)
+    scheduler.plan()
+    assert drafted.pages[:2] == paused.pages[:2] and drafted.pages[2] != paused.pages[2]
+    assert drafted.num_cached_tokens == 7
+    scheduler.check_integrity()
+
+
 def test_a_request_with_drafts_does_not_wait_for_the_pages_of_one_without() -> None:
     scheduler = make()
     add(scheduler, "plain", range(12))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import peagle.scheduling.config as config_module
 import peagle.scheduling.scheduler as scheduler_module
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import SchedulerConfig
@@ -54,6 +55,7 @@ class FakeDevice:
 
     pool: PagePool
     choose: random.Random
+    pause_rate: float
     target: dict[tuple[int, int], Text] = field(default_factory=dict)
     drafter: dict[tuple[int, int], Text] = field(default_factory=dict)
     rows: dict[int, Text] = field(default_factory=dict)
@@ -62,6 +64,8 @@ class FakeDevice:
         chunks = [chunk for chunk in plan.chunks if chunk.request.is_running]
         is_drafted = any(chunk.request.has_drafts for chunk in plan.chunks)
         results = [self._prefill(chunk, is_drafted) for chunk in chunks]
+        for request in plan.decodes:
+            request.is_paused |= request.is_running and self.choose.random() < self.pause_rate
         results += [self._decode(request) for request in plan.decodes if request.is_running]
         return [result for result in results if result.tokens]
 
@@ -102,7 +106,7 @@ class FakeDevice:
         return Result(request, request.epoch, text[-1:] if chunk.is_last else ())
 
     def _decode(self, request: Request) -> Result:
-        text, num_drafts = self.rows[request.row], request.num_draft_tokens
+        text, num_drafts = self.rows[request.row], request.num_draft_tokens if request.has_drafts else 0
         length, num_known = len(text), len(request.token_ids)
         assert text[:num_known] == tuple(request.token_ids), f"{request.request_id}: its row holds another text"
         if length <= request.max_length:  # beyond that, whatever is emitted is thrown away
@@ -136,6 +140,8 @@ class Setting:
     num_draft_tokens: int
     num_requests: int
     abort_rate: float
+    pause_rate: float
+    """of requests whose drafts stop paying, per step"""
     host_is_behind: bool
     reuse: bool
 
@@ -153,6 +159,7 @@ SETTINGS = st.builds(
     num_draft_tokens=st.integers(0, 4),
     num_requests=st.integers(1, 12),
     abort_rate=st.sampled_from([0.0, 0.0, 0.1]),
+    pause_rate=st.sampled_from([0.0, 0.0, 0.3]),
     host_is_behind=st.booleans(),
     reuse=st.booleans(),
 )
@@ -165,6 +172,7 @@ class Service:
     setting: Setting
     num_preempted: int = 0
     num_cached_tokens: int = 0
+    num_shared: int = 0
     finished: list[Request] = field(default_factory=list)
     aborted: list[Request] = field(default_factory=list)
 
@@ -185,7 +193,7 @@ class Service:
             setting.shares_passes,
         )
         self.scheduler = Scheduler(limits, self.pool)
-        self.device = FakeDevice(self.pool, self.choose)
+        self.device = FakeDevice(self.pool, self.choose, setting.pause_rate)
 
     def _some_tokens(self, most: int) -> list[int]:
         return [self.choose.randrange(VOCABULARY) for _ in range(self.choose.randint(1, most))]
@@ -204,7 +212,8 @@ class Service:
             assert num_iterations < 2000, "the service makes no progress"
             while self.to_come and self.choose.random() < 0.5:
                 self.scheduler.add(self.to_come.pop(0))
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(may_share=self.choose.random() < 0.8)
+            self.num_shared += plan.shares_pass
             self.num_preempted += len(plan.preempted)
             self.scheduler.check_integrity()
             self._check_plan(plan, must_advance=not any(in_flight))
@@ -258,6 +267,7 @@ class Service:
 @pytest.fixture(autouse=True)
 def _delays_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "DECODES_PER_ADMISSION", 1)
+    monkeypatch.setattr(config_module, "SHARED_BUCKETS", ((4, 2), (8, 3)))
 
 
 @given(setting=SETTINGS)
@@ -283,19 +293,21 @@ def tight(seed: int, **changes: object) -> Setting:
         "num_draft_tokens": 3,
         "num_requests": 12,
         "abort_rate": 0.0,
+        "pause_rate": 0.0,
         "host_is_behind": True,
         "reuse": True,
     }
     return Setting(**(values | changes))
 
 
-def test_the_simulation_does_preempt_and_does_reuse() -> None:
+def test_the_simulation_does_preempt_reuse_and_share_passes() -> None:
     services = [Service(tight(seed)) for seed in range(20)]
     for service in services:
         service.run()
         service.check_end()
     assert sum(service.num_preempted for service in services) > 20
     assert sum(service.num_cached_tokens for service in services) > 200
+    assert sum(service.num_shared for service in services) > 50
 
 
 @pytest.mark.parametrize(

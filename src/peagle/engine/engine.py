@@ -269,8 +269,8 @@ class Engine:
 
     def _may_share(self) -> bool:
         """Whether the next decode step is one that prompts may run in: with a drafter, only if it has drafts."""
-        has_drafts = self.drafter is None or any(request.has_drafts for request in self.scheduler.running)
-        return has_drafts and self.runner.may_share
+        decoding = (request for request in self.scheduler.running if request.state == "decode")
+        return self.runner.may_share and (self.drafter is None or any(request.has_drafts for request in decoding))
 
     def _shared_tokens(self) -> int | None:
         """On a CPU with streaming callers: prompt tokens per step that do not stall their streams."""

@@ -63,8 +63,8 @@ STOPS_BELOW = 0.95
 costs the running requests their drafts for good, and the estimate errs by a few percent: the last requests of a burst,
 for example, accept the fewest drafts"""
 PROBE_EVERY, PROBE_STEPS = 512, 32
-"""while drafting does not pay, the last 32 of 512 choices verify drafts, to see whether they pay now. Only requests
-that arrive in these steps draft, and the first tokens of answers are hard to draft, so a few steps would not show it"""
+"""while drafting does not pay, 32 of 512 steps verify drafts, to see whether they pay now. Only requests that arrive in
+these steps draft, and the first tokens of answers are hard to draft, so a few steps would not show it"""
 PROBE_WEIGHT = PROBE_EVERY // PROBE_STEPS
 """weight of an observation then: few drafts are seen, and the traffic may have changed"""
 TRIAL_STEPS = 16
@@ -137,10 +137,12 @@ class DraftBudget:
         """Forget what was observed, because the drafter changed."""
         self._average: DraftCurve | None = None
         """of one request's drafts"""
-        self._num_observed = self._num_plain = 0
+        self._num_observed = 0
+        self._num_stopped = 0
+        """steps of the current round of `PROBE_EVERY`: plain ones, then those that probe"""
         self._num_expected = self._num_accepted = PRIOR
         self.is_stopped = False
-        """whether the last verdict on a large batch was that drafts do not pay; then some choices are probes"""
+        """whether the last verdict on a large batch was that drafts do not pay; then some steps probe"""
         self.pays = True
         """whether drafting pays, as last logged"""
         self._changed_at = -math.inf
@@ -161,14 +163,17 @@ class DraftBudget:
     def observe_accepted(self, num_accepted: int, choice: Choice) -> None:
         """Take the accepted drafts of a pass into account."""
         if choice.num_expected is not None:
-            weight = MEMORY ** self._num_independent(choice.num_drafting)
-            self._num_expected = weight * self._num_expected + choice.num_expected
-            self._num_accepted = weight * self._num_accepted + num_accepted
+            num_independent = self._num_independent(choice.num_drafting)
+            weight, share = MEMORY**num_independent, num_independent / choice.num_drafting
+            self._num_expected = weight * self._num_expected + share * choice.num_expected
+            self._num_accepted = weight * self._num_accepted + share * num_accepted
 
     def observe_time(self, choice: Choice, tokens_per_request: float) -> None:
         """Add the time of a pass, and of the plain decoding steps that emit as many tokens per request."""
         self.seconds += choice.seconds
         self.plain_seconds += choice.plain_seconds * tokens_per_request
+        if self.is_stopped and not choice.num_drafting and self._num_stopped < PROBE_EVERY - PROBE_STEPS:
+            self._num_stopped += 1
 
     def observe_host(self, seconds: float, batch: int) -> None:
         """Take the host's time for a decode step into account. A single slow step says little."""
@@ -236,19 +241,28 @@ class DraftBudget:
         rate = max(rate_of(size, everyone) for size in sizes)
         plain_rate = num_requests / seconds[batch]
         self.gain = rate / plain_rate
+        is_burst = num_drafting > max(num_paused, INDEPENDENT)
+        if self.is_stopped and is_burst and self._num_stopped >= 2 * PROBE_STEPS:
+            self._begin_again()
         if self._num_observed < (self.trial_steps or WARM_UP):
             return best
         pays = rate > plain_rate * (1.0 if self.is_stopped or self.trial_steps else STOPS_BELOW)
         self._judge(pays, num_requests, rate, plain_rate)
         if pays:
-            self.is_stopped = False
+            if self.is_stopped:
+                self._begin_again()
             return best
         if self.trial_steps:
             return best._replace(pays=False) if num_on_trial else Choice(batch, pays=False)
         self.is_stopped = True
-        self._num_plain += 1
-        is_probe = (self._num_plain - 1) % PROBE_EVERY >= PROBE_EVERY - PROBE_STEPS
-        return best if is_probe else Choice(batch, pays=False)
+        if self._num_stopped < PROBE_EVERY - PROBE_STEPS:
+            return Choice(batch, pays=False)
+        self._num_stopped = (self._num_stopped + 1) % PROBE_EVERY
+        return best
+
+    def _begin_again(self) -> None:
+        """Draft, and see enough of it before the next stop."""
+        self.is_stopped, self._num_stopped, self._num_observed = False, 0, 0
 
     def _judge(self, pays: bool, num_requests: int, rate: float, plain_rate: float) -> None:
         """Say when drafting stops paying, and when it pays again."""

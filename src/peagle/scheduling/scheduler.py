@@ -229,7 +229,7 @@ class Scheduler:
         if not buckets or not self._is_few(len(new), decodes) or not _are_usual([*new, *decodes]):
             return None
         num_tokens, num_chunks = buckets[-1]
-        return num_tokens, num_chunks - 1
+        return num_tokens, min(num_chunks - 1, self.config.max_chunks)
 
     def _may_share(self, decodes: list[Request], chunks: list[Chunk]) -> bool:
         """Whether the chunks may run in the pass of the decode step."""
@@ -357,8 +357,11 @@ class Scheduler:
             return
         num_full = num_written // self.pages.page_size
         self.pages.extend_keys(request.page_keys, request.token_ids)
+        # Prompts of requests with drafts have drafter entries, also if drafts stopped paying since.
+        num_drafted = num_written if request.has_drafts else request.num_prefilled if request.num_draft_tokens else 0
         for index in range(request.num_registered, num_full):
-            self.pages.register(request.pages[index], request.page_keys[index], is_bare=not request.has_drafts)
+            is_bare = (index + 1) * self.pages.page_size > num_drafted
+            self.pages.register(request.pages[index], request.page_keys[index], is_bare)
         request.num_registered = max(request.num_registered, num_full)
 
     def check_idle(self) -> None:

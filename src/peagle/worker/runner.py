@@ -211,14 +211,14 @@ class Runner:
         upload = fill_upload(plan.chunks, self.state.padding_row, *bucket)
         if self.captured is not None:
             decoded, prefilled = self.captured.decode_beside(rows, upload, bucket)
+            if self.budget is not None:
+                choice = self.budget.resized(choice, len(decoded.emitted_BE), len(decoded.logits_NV))
         else:
             chunks = chunk_views(torch.from_numpy(upload).to(self.device), *bucket)
-            decoded, prefilled = self.shared_pass.run(torch.tensor(rows, device=self.device), chunks)
+            decoded, prefilled = self.shared_pass.run(torch.tensor(rows, device=self.device), chunks, choice.num_tokens)
         logprobs = LaunchLogprobs()
         first = Pass.of_prompts(plan.chunks, prefilled, self._transfers, logprobs)
         logprobs.fetch(self._transfers)
-        if self.budget is not None:
-            choice = self.budget.resized(choice, len(decoded.emitted_BE), len(decoded.logits_NV))
         launch.passes += [first, self._decoded(plan.decodes, decoded, choice)]
         launch.is_shared = True
 
