@@ -95,7 +95,7 @@ def test_drafts_that_are_accepted_less_than_expected_lose_weight() -> None:
     assert budget.choose(1, 1, 1).num_tokens == 5
     for _ in range(2000):
         budget.observe_accepted(1, Choice(5, 1, 3.0))
-    assert budget.honesty == pytest.approx(1 / 3, rel=0.05)
+    assert budget.calibration == pytest.approx(1 / 3, rel=0.05)
     assert budget.choose(1, 1, 1).num_tokens == 2
 
 
@@ -106,14 +106,14 @@ def test_accepted_drafts_count_per_request_so_that_a_large_batch_is_forgotten_li
         budget.observe_accepted(0, Choice(512, 256, 640.0))
     for _ in range(1000):
         budget.observe_accepted(3, Choice(5, 1, 3.0))
-    assert budget.honesty > 0.8
+    assert budget.calibration > 0.8
 
 
 def test_passes_whose_size_nobody_chose_say_nothing_about_the_probabilities() -> None:
     budget = observed(CHEAP, LIKELY)
     for _ in range(100):
         budget.observe_accepted(3, Choice(5, 1))
-    assert budget.honesty == 1
+    assert budget.calibration == 1
 
 
 def test_a_pass_of_another_size_teaches_what_its_drafts_are_worth() -> None:
@@ -122,7 +122,7 @@ def test_a_pass_of_another_size_teaches_what_its_drafts_are_worth() -> None:
     assert budget.resized(choice, 1, 3) == (3, 1, pytest.approx(1.7), True, 1.15, 1.0)
     for _ in range(2000):
         budget.observe_accepted(1, budget.resized(choice, 1, 3))
-    assert budget.honesty == pytest.approx(1 / 1.7, rel=0.05)
+    assert budget.calibration == pytest.approx(1 / 1.7, rel=0.05)
     assert DraftBudget({1: DEAR}.__getitem__).resized(Choice(5, 1), 1, 3).num_expected is None
 
 

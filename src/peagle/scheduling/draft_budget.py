@@ -150,7 +150,7 @@ class DraftBudget:
         """expected tokens per second with drafts, as a multiple of those without, at the last choice"""
 
     @property
-    def honesty(self) -> float:
+    def calibration(self) -> float:
         """Accepted drafts per expected one, recently."""
         return self._num_accepted / self._num_expected
 
@@ -230,12 +230,14 @@ class DraftBudget:
         sizes = [size for size in seconds if size - batch >= num_drafting]
 
         def rate_of(size: int, curve: DraftCurve) -> float:
-            return (num_requests + self.honesty * curve.expected(size - batch)) / seconds[size]
+            return (num_requests + self.calibration * curve.expected(size - batch)) / seconds[size]
 
         size = max(sizes, key=lambda size: rate_of(size, average))
         if drafts is not None:
             own, average_rate = drafts, rate_of(size, average)
-            size = max(sizes, key=lambda size: self.honesty * own.expected(size - batch) - average_rate * seconds[size])
+            size = max(
+                sizes, key=lambda size: self.calibration * own.expected(size - batch) - average_rate * seconds[size]
+            )
         best = Choice(size, num_drafting, (drafts or average).expected(size - batch))
         everyone = average.scaled((num_drafting + num_paused) / num_drafting)
         rate = max(rate_of(size, everyone) for size in sizes)
@@ -280,7 +282,7 @@ class DraftBudget:
             num_requests,
             rate,
             plain_rate,
-            self.honesty,
+            self.calibration,
             "" if pays else f"; {again}",
         )
 
