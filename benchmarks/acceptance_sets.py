@@ -34,8 +34,10 @@ LEAST_PROMPTS = 20  # of a category that is a set of its own
 TREE_NODES, TREE_DEPTH = 31, 8
 SHORT, LONG = (0, 512), (1024, 4096)
 """Tokens of the text, prompt and answer so far, whose acceptance lengths are compared."""
-TOPICS = ("animal", "city", "sport", "fruit", "country", "tool", "river", "planet", "color", "metal")
-TOPICS += ("instrument", "bird", "job", "game", "language", "flower", "car", "food", "tree", "month")
+TOPICS = (
+    *("animal", "city", "sport", "fruit", "country", "tool", "river", "planet", "color", "metal"),
+    *("instrument", "bird", "job", "game", "language", "flower", "car", "food", "tree", "month"),
+)
 DEEP = {
     "lists": "Write a numbered list of 30 items about this topic, one short item per line: {}",
     "code": "Write a Python class named {0} with eight attributes, a getter and a setter for each, and tests.",

@@ -184,14 +184,20 @@ def others(case: Case, best: Any, number: int) -> Iterator[Any]:
         tilings = [best[which]._replace(num_stages=num_stages) for num_stages in STAGES]
         if number < 2:
             layouts = itertools.product(LAYOUTS, (8,) if is_few else (8, 16))
-            tilings = [FewBitExpertTiling(tile // (2 - which), *own, 3, rows) for (tile, *own), rows in layouts]
+            tilings = [
+                FewBitExpertTiling(tile // (2 - which), splits, num_warps, 3, rows)
+                for (tile, splits, num_warps), rows in layouts
+            ]
         fitting = [own for own in tilings if fits(own, case.form, which == 0)]
         yield from ((own, best[1]) if which == 0 else (best[0], own) for own in fitting)
         return
     is_gated, tilings = shape_of(case.name)[2], []
     if number == 0:
         layouts = itertools.product(LAYOUTS, (8,) if is_few else (32, 64))
-        tilings = [FewBitTiling(tile // (1 + is_gated), *own, 3, rows) for (tile, *own), rows in layouts]
+        tilings = [
+            FewBitTiling(tile // (1 + is_gated), splits, num_warps, 3, rows)
+            for (tile, splits, num_warps), rows in layouts
+        ]
     elif number == 1:
         tilings = [best._replace(num_stages=num_stages) for num_stages in STAGES]
     elif number == 2:
@@ -371,7 +377,8 @@ def torch_linear(case: Case) -> tuple[list[Callable[[], Any]], float]:
 
 def torch_experts(case: Case) -> tuple[list[Callable[[], Any]], float]:
     """Both products for rows that are sorted already."""
-    experts, calls, num_read = EXPERTS[case.name], [], 0
+    experts, num_read = EXPERTS[case.name], 0
+    calls: list[Callable[[], Any]] = []
     is_fp8 = case.form == "fp8"
     dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
     shapes = stacks(experts, experts.num_experts)

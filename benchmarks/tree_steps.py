@@ -28,8 +28,8 @@ def main() -> None:
     target = load_target(None)
     drafter = load_drafter(target.shipped_drafter, target)
     batches = decode_buckets(options.max_batch)
-    sizes = {"max_batch": options.max_batch, "captured_batches": batches, "tree_nodes": options.nodes}
-    with LLM(target, drafter, TREE_DEPTH, **sizes) as llm:
+    settings = {"max_batch": options.max_batch, "captured_batches": batches, "tree_nodes": options.nodes}
+    with LLM(target, drafter, TREE_DEPTH, **settings) as llm:
         runner = llm.engine.runner
         assert runner.captured is not None, "there is a GPU"
         times = [runner.captured.decode_seconds(runner.kv_cache.num_pages, length) for length in options.lengths]
