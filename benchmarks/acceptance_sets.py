@@ -34,8 +34,10 @@ LEAST_PROMPTS = 20  # of a category that is a set of its own
 TREE_NODES, TREE_DEPTH = 31, 8
 SHORT, LONG = (0, 512), (1024, 4096)
 """Tokens of the text, prompt and answer so far, whose acceptance lengths are compared."""
-TOPICS = ("animal", "city", "sport", "fruit", "country", "tool", "river", "planet", "color", "metal")
-TOPICS += ("instrument", "bird", "job", "game", "language", "flower", "car", "food", "tree", "month")
+TOPICS = (
+    *("animal", "city", "sport", "fruit", "country", "tool", "river", "planet", "color", "metal"),
+    *("instrument", "bird", "job", "game", "language", "flower", "car", "food", "tree", "month"),
+)
 DEEP = {
     "lists": "Write a numbered list of 30 items about this topic, one short item per line: {}",
     "code": "Write a Python class named {0} with eight attributes, a getter and a setter for each, and tests.",
@@ -72,12 +74,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             "num_draft_tokens": min(TREE_DEPTH, drafter.config.num_draft_tokens or TREE_DEPTH),
             "tree_nodes": TREE_NODES,
         }
-    found = {form: measured(target, drafter, sets, settings, options) for form, settings in forms.items()}
-    print_tables(found)
-    if options.json is not None:
-        path = str(drafter_directory(options.drafter, target).name)
-        document = {"drafter": path, "device": target.device.type, "max_tokens": options.max_tokens, "forms": found}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    found: dict[str, dict[str, Any]] = {}
+    path = str(drafter_directory(options.drafter, target).name)
+    document = {"drafter": path, "device": target.device.type, "max_tokens": options.max_tokens, "forms": found}
+    for form, settings in forms.items():
+        found[form] = measured(target, drafter, sets, settings, options)
+        print_form(form, found[form])
+        if options.json is not None:
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
+    print_lengths(found)
     if options.plot is not None:
         plot(found, options.plot)
 
@@ -145,23 +150,25 @@ def _long_over_short(drafts: Sequence[VerifiedDraft]) -> float | None:
     return round(lengths[0] / lengths[1], 4)
 
 
-def print_tables(found: Mapping[str, Mapping[str, Any]]) -> None:
-    names = list(next(iter(found.values())))
-    print("acceptance length", *found, sep="\t")
-    for name in names:
-        print(name, *(f"{sets[name]['acceptance_length']:.3f}" for sets in found.values()), sep="\t")
-    for form, sets in found.items():
-        print(f"\n{form}: accepted by depth (given the one before)")
+def print_form(form: str, sets: Mapping[str, Any]) -> None:
+    print(f"{form}: accepted by depth (given the one before)")
+    for name, own in sets.items():
+        pairs = zip(own["per_position"], own["after_the_one_before"], strict=True)
+        print(name, *(f"{share:.3f} ({given:.2f})" for share, given in pairs), sep="\t")
+    for of in ("prompt", "answer", "text"):
+        print(f"\n{form}: acceptance length by tokens of the {of}")
         for name, own in sets.items():
-            pairs = zip(own["per_position"], own["after_the_one_before"], strict=True)
-            print(name, *(f"{share:.3f} ({given:.2f})" for share, given in pairs), sep="\t")
-        for of in ("prompt", "answer", "text"):
-            print(f"\n{form}: acceptance length by tokens of the {of}")
-            for name, own in sets.items():
-                ranges = own["by_length"].get(of, {}).items()
-                ratio = own["long_over_short"]
-                more = [f"1,024 to 4,095 over below 512: {ratio:.2f}"] if of == "text" and ratio is not None else []
-                print(name, *(f"{span}: {each['acceptance_length']:.2f}" for span, each in ranges), *more, sep="\t")
+            ranges = own["by_length"].get(of, {}).items()
+            ratio = own["long_over_short"]
+            more = [f"1,024 to 4,095 over below 512: {ratio:.2f}"] if of == "text" and ratio is not None else []
+            print(name, *(f"{span}: {each['acceptance_length']:.2f}" for span, each in ranges), *more, sep="\t")
+    print(flush=True)
+
+
+def print_lengths(found: Mapping[str, Mapping[str, Any]]) -> None:
+    print("acceptance length", *found, sep="\t")
+    for name in next(iter(found.values())):
+        print(name, *(f"{sets[name]['acceptance_length']:.3f}" for sets in found.values()), sep="\t")
 
 
 def plot(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:

@@ -63,23 +63,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         for file in options.prompts.split(",")
         for prompt in read_prompts(file, limit=options.limit)
     ]
-    document = {"num_prompts": len(prompts), "max_tokens": options.max_tokens, "rows": []}
+    rows: list[dict[str, Any]] = []
+    document = {"num_prompts": len(prompts), "max_tokens": options.max_tokens, "rows": rows}
     document |= {"provenance": provenance(accelerator(target))}
     try:
         for part in options.parts:
-            document["rows"] += measure(part, target, drafter, prompts, options)
-            add_speedups(document["rows"])
+            measure(part, target, drafter, prompts, options, rows)
+            add_speedups(rows)
             if options.json is not None:
                 options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     finally:
-        rows = sorted(document["rows"], key=lambda row: row["concurrency"])
-        print_document(document, False, make_table("", COLUMNS, map(shown, rows)))
+        add_speedups(rows)
+        table = make_table("", COLUMNS, map(shown, sorted(rows, key=lambda row: row["concurrency"])))
+        print_document(document, False, table)
 
 
 def measure(
-    part: str, target: HFTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """A row for each concurrency, all of one engine."""
+    part: str,
+    target: HFTarget,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    options: argparse.Namespace,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Add a row for each concurrency, all of one engine."""
     form, *others = part.split("+")
     params = SamplingParams(max_tokens=options.max_tokens, num_draft_tokens=0 if form == "opted-out" else None)
     num_draft_tokens = {"plain": 0, "chain": CHAIN}.get(form)
@@ -102,6 +109,7 @@ def measure(
         )
         if not idle_ttft and result.failure is None:
             idle_ttft.append(ttft_when_idle(engines[-1], prompts[:: -(-len(prompts) // IDLE_PROMPTS)], params))
+        rows.append(row(part, result, idle_ttft))
 
     method = part if part in DRAFTED else PLAIN
     cells = [Cell(method, num_draft_tokens, places) for places in sorted(options.concurrency)]
@@ -109,9 +117,7 @@ def measure(
         places: options.num_requests or max(len(prompts), REQUESTS_PER_PLACE * places if places > 1 else 0)
         for places in options.concurrency
     }
-    results: list[CellResult] = []
-    sweep(cells, make_llm, prompts, params, results, num_requests=num_requests, on_cell=on_cell)
-    return [row(part, result, idle_ttft) for result in results]
+    sweep(cells, make_llm, prompts, params, [], num_requests=num_requests, on_cell=on_cell)
 
 
 def row(part: str, result: CellResult, idle_ttft: Sequence[float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compare ways to compute a layer's experts, in a CUDA graph, against the bandwidth limit of the chosen experts.
 
-python benchmarks/experts.py qwen3-30b-a3b gpt-oss-20b --rows 1 8 64 256
+    python benchmarks/experts.py qwen3-30b-a3b gpt-oss-20b --rows 1 8 64 256
 
 Weights are random, and so is the choice of experts. Each graph has four calls with other rows and other experts, so
 that no expert is read from the L2 cache. `eager` waits for the host and is timed without a graph.
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256])
     arguments = parser.parse_args()
     bandwidth = measure_bandwidth(torch.device("cuda"))["bytes_per_second"]
-    print(f"reads {bandwidth / 1e12:.2f} TB/s")
+    print(f"reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     for shape in arguments.shapes:
         compare(shape, arguments.rows, bandwidth)
 

@@ -6,8 +6,8 @@
 A weight is output columns x input columns; g gates its halves. Each time is microseconds per product, in a CUDA graph
 of so many weights that they do not fit into the L2 cache, with the share of the bandwidth limit of the bytes read.
 Torch's own products follow, without gate and routing. `--tilings` searches other tilings instead, one property after
-the other, and ends with a table of the fastest, also after `--seconds` or on SIGTERM. Kernels are compiled in many
-processes first.
+the other, and ends with a table of the fastest, also after `--seconds`, on Ctrl-C or SIGTERM. Kernels are compiled in
+many processes first.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from peagle.experts.few_bit_triton import (
 )
 from peagle.experts.product_triton import expert_products_triton
 from peagle.linears.few_bit import FORMS, INT4_GROUP, FewBitWeight, quantize
-from peagle.linears.few_bit_triton import FewBitTiling, few_bit_product_triton, few_bit_tiling
+from peagle.linears.few_bit_triton import FewBitTiling, few_bit_product_triton, few_bit_tiling, most_stages
 from peagle.linears.skinny_linear_triton import skinny_linear_triton
 from peagle.linears.tilings import linear_tiling
 from peagle.worker.graphs import capture, replay_seconds
@@ -51,8 +51,6 @@ LAYOUTS = (
 """Columns of a tile (of both halves of a gate), splits, warps"""
 STAGES = (2, 3, 4, 5)
 AHEAD = (0, 256, 1024)
-MOST_INPUTS = 96 << 10
-"""Bytes of inputs per loop iteration: two of them and the words have to fit into shared memory."""
 NUM_ROUNDS = 4
 HEADER = f"{'weight':>14} {'form':>9} {'rows':>5} {'us':>8} {'limit':>6}"
 AT_A_TIME = 128
@@ -100,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=int, default=0, help="to stop after (0: never)")
     arguments = parser.parse_args(argv)
     is_over = threading.Event()
-    for signal_number in (signal.SIGALRM, signal.SIGTERM):
+    for signal_number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda *_: is_over.set())
     signal.alarm(arguments.seconds)
     cases = in_turn(
@@ -179,23 +177,37 @@ def used_tiling(case: Case) -> Any:
 
 def others(case: Case, best: Any, number: int) -> Iterator[Any]:
     """Tilings to try in a round: layouts, then stages, then words to prefetch; for experts, layouts of each product,
-    then stages of each."""
+    then stages of each. Without those that need more shared memory than an SM has."""
     is_few = case.num_rows <= 8
     if case.name in EXPERTS:
         which = number % 2
         tilings = [best[which]._replace(num_stages=num_stages) for num_stages in STAGES]
         if number < 2:
             layouts = itertools.product(LAYOUTS, (8,) if is_few else (8, 16))
-            tilings = [FewBitExpertTiling(tile // (2 - which), *own, 3, rows) for (tile, *own), rows in layouts]
-        yield from ((own, best[1]) if which == 0 else (best[0], own) for own in tilings)
-    elif number == 0:
-        for (tile, splits, num_warps), rows in itertools.product(LAYOUTS, (8,) if is_few else (32, 64)):
-            if splits * FORMS[case.form].block * rows * 2 <= MOST_INPUTS:
-                yield FewBitTiling(tile // 2 if shape_of(case.name)[2] else tile, splits, num_warps, 3, rows)
+            tilings = [
+                FewBitExpertTiling(tile // (2 - which), splits, num_warps, 3, rows)
+                for (tile, splits, num_warps), rows in layouts
+            ]
+        fitting = [own for own in tilings if fits(own, case.form, which == 0)]
+        yield from ((own, best[1]) if which == 0 else (best[0], own) for own in fitting)
+        return
+    is_gated, tilings = shape_of(case.name)[2], []
+    if number == 0:
+        layouts = itertools.product(LAYOUTS, (8,) if is_few else (32, 64))
+        tilings = [
+            FewBitTiling(tile // (1 + is_gated), splits, num_warps, 3, rows)
+            for (tile, splits, num_warps), rows in layouts
+        ]
     elif number == 1:
-        yield from (best._replace(num_stages=num_stages) for num_stages in STAGES)
+        tilings = [best._replace(num_stages=num_stages) for num_stages in STAGES]
     elif number == 2:
-        yield from (best._replace(ahead=ahead) for ahead in AHEAD)
+        tilings = [best._replace(ahead=ahead) for ahead in AHEAD]
+    yield from (own for own in tilings if fits(own, case.form, is_gated))
+
+
+def fits(tiling: Any, form: str, is_gated: bool) -> bool:
+    shared_bytes = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
+    return bool(tiling.num_stages <= most_stages(tiling, form, is_gated, shared_bytes))
 
 
 def time_tilings(
@@ -365,7 +377,8 @@ def torch_linear(case: Case) -> tuple[list[Callable[[], Any]], float]:
 
 def torch_experts(case: Case) -> tuple[list[Callable[[], Any]], float]:
     """Both products for rows that are sorted already."""
-    experts, calls, num_read = EXPERTS[case.name], [], 0
+    experts, num_read = EXPERTS[case.name], 0
+    calls: list[Callable[[], Any]] = []
     is_fp8 = case.form == "fp8"
     dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
     shapes = stacks(experts, experts.num_experts)

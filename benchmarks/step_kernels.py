@@ -41,13 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = load_target(None)
     chats = [list(prompt.messages) for file in options.prompts.split(",") for prompt in read_prompts(file)]
     prompts = [prompt_ids(target.tokenizer, chat) for chat in chats]
+    batches = tuple(sorted({*options.batches}))
     for drafts in options.drafts:
         kind, _, number = drafts.partition(":")
         drafter = None if kind == "none" else load_drafter(target.shipped_drafter, target)
         depth = 0 if drafter is None else TREE_DEPTH if kind == "tree" else int(number)
         nodes = int(number) if kind == "tree" else None
-        with LLM(target, drafter, depth, max_batch=max(options.batches), tree_nodes=nodes) as llm:
-            for batch in options.batches:
+        sizes = {"max_batch": batches[-1], "captured_batches": batches, "tree_nodes": nodes}
+        with LLM(target, drafter, depth, **sizes) as llm:
+            for batch in batches:
                 print(f"\n{drafts}, {batch} requests", flush=True)
                 profile_steps(llm.engine, prompts, batch, options.steps, options.top)
 

@@ -12,7 +12,7 @@ import torch
 
 from peagle import LLM
 from peagle.checkpoint.native import load_drafter
-from peagle.scheduling.config import TREE_DEPTH, TREE_NODES
+from peagle.scheduling.config import TREE_DEPTH, TREE_NODES, decode_buckets
 from peagle.targets.load import load_target
 
 
@@ -27,7 +27,9 @@ def main() -> None:
 
     target = load_target(None)
     drafter = load_drafter(target.shipped_drafter, target)
-    with LLM(target, drafter, TREE_DEPTH, max_batch=options.max_batch, tree_nodes=options.nodes) as llm:
+    batches = decode_buckets(options.max_batch)
+    settings = {"max_batch": options.max_batch, "captured_batches": batches, "tree_nodes": options.nodes}
+    with LLM(target, drafter, TREE_DEPTH, **settings) as llm:
         runner = llm.engine.runner
         assert runner.captured is not None, "there is a GPU"
         times = [runner.captured.decode_seconds(runner.kv_cache.num_pages, length) for length in options.lengths]

@@ -14,6 +14,7 @@ promised. --output keeps the cells as a document of `peagle tune`, so a cost tab
 """
 
 import argparse
+import importlib
 import json
 import re
 import signal
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--output", type=Path)
     options, workload = parser.parse_known_args()
+    importlib.import_module("peagle.server.app")  # fail before the sweep if packages of the server are missing
     load = [*workload, "--prompts", options.prompts]
     models = [
         word for name in ("target", "drafter") if (value := getattr(options, name)) for word in (f"--{name}", value)
@@ -72,6 +74,7 @@ def main() -> None:
                     text = text_of(settings_of(found, options.target, drafter), provenance())
                     settings.write_text(text, encoding="utf-8")
                 served[places].append(serve(settings, [*load, "--concurrency", str(places)]))
+                print(f"{chosen[places]['label']} at {places}: {served[places][-1]:.1f} tokens/s served", flush=True)
     merged = summary(documents, fixed)
     rows = [row(merged, documents, chosen[places]["label"], places, served[places]) for places in loads]
     heads = ("concurrency", "recommended", "fastest of the sweep", "share", "expected", "served", "served / expected")

@@ -45,5 +45,5 @@ def test_every_form_is_measured_by_set_depth_and_length(tmp_path: Path, capsys: 
             assert own["per_position"][0] == own["after_the_one_before"][0]
             assert sum(each["num_drafts"] for each in own["by_length"]["text"].values()) == own["num_drafts"]
     table = capsys.readouterr().out.splitlines()
-    assert table[0] == "acceptance length\tchain, K = 3\ttree, 31 nodes"
+    assert table[-5] == "acceptance length\tchain, K = 3\ttree, 31 nodes"
     assert "<svg" in (tmp_path / "out.svg").read_text()
