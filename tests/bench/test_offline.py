@@ -9,8 +9,8 @@ from harness.tiny_models import tiny_drafter, tiny_target
 from peagle.bench.cells import Cell, compare_with_plain
 from peagle.bench.offline import (
     cells_of,
-    depths_of,
     closed_loop,
+    depths_of,
     llm_factory,
     reason_of,
     run_cell,
