@@ -356,7 +356,8 @@ def test_weights_go_to_the_current_gpu_whichever_thread_loads_them(
     assert load._placement(torch.device("cuda"), 501) == {"device_map": {"": torch.device("cuda", 3)}}
     assert load._placement(torch.device("cuda", 1), 501) == {"device_map": {"": torch.device("cuda", 1)}}
     kept = []
-    monkeypatch.setattr(load, "load_model", lambda _, dtype, keep: kept.append(keep) or (None, {"missing_keys": ()}))
+    report = {"missing_keys": (), "mismatched_keys": ()}
+    monkeypatch.setattr(load, "load_model", lambda _, dtype, keep: kept.append(keep) or (None, report))
     load._read(directory, torch.bfloat16, torch.device("cuda"), {})
     load._read(directory, torch.bfloat16, torch.device("cpu"), {})
     assert [keep and keep.device for keep in kept] == [torch.device("cuda", 3), None]
