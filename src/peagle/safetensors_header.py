@@ -44,6 +44,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path} cannot be read as safetensors: {_reason(error)}", hint=COPY_AGAIN) from error
 
 
+def check_whole(path: Path) -> None:
+    """Refuse a safetensors file that is shorter than its header says."""
+    size = path.stat().st_size
+    if size < (expected := max((info.end for info in read_header(path).values()), default=0)):
+        raise CheckpointError(f"{path} is truncated: it has {size:,} of {expected:,} bytes", hint=COPY_AGAIN)
+
+
 def read_index(path: Path) -> list[Path]:
     """The weight files that an index names, sorted. Each must exist beside the index."""
     try:

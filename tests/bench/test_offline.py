@@ -10,6 +10,7 @@ from peagle.bench.cells import Cell, compare_with_plain
 from peagle.bench.offline import (
     cells_of,
     closed_loop,
+    depths_of,
     llm_factory,
     reason_of,
     run_cell,
@@ -216,6 +217,11 @@ def test_cells_of_one_engine_follow_each_other_and_plain_has_no_depth():
         *(("none", 0, places) for places in (1, 8)),
         *(("p-eagle", depth, places) for depth in (3, 5) for places in (1, 8)),
     ]
+
+
+def test_the_engines_own_choice_is_measured_where_every_number_is_deeper_than_the_drafter():
+    config = SimpleNamespace(method="p-eagle", num_draft_tokens=2, depths_within=lambda wanted: [])
+    assert depths_of(SimpleNamespace(config=config), [None, 3, 5]) == [None], "the default of peagle tune"
 
 
 def run_sweep(cells, make):

@@ -35,10 +35,12 @@ def test_a_sweep_names_the_fastest_setting_and_where_it_pays():
     cells = [*PLAIN, cell("p-eagle", 1, 1.4, 2), cell("p-eagle", 1, 1.8, 4), cell("p-eagle", 8, 0.9, 4)]
     assert [each["num_draft_tokens"] for each in best_by_concurrency(cells)] == [4, 4]
     assert sweep_verdict(cells) == (
-        "drafting pays up to concurrency 1: 1.80x at concurrency 1, 0.90x at concurrency 8. "
+        "drafting pays at concurrency 1: 1.80x at concurrency 1, 0.90x at concurrency 8. "
         "With p-eagle K=4 it is fastest: use --num-draft-tokens 4"
     )
     assert sweep_verdict([*PLAIN, cell("p-eagle", 1, 1.5)]).endswith("leave --num-draft-tokens unset")
+    said = sweep_verdict([*PLAIN, cell("p-eagle", 1, 0.8), cell("p-eagle", 8, 1.03)])
+    assert said.startswith("drafting pays at concurrency 8: 0.80x at concurrency 1, 1.03x"), "not up to 8"
 
 
 def test_a_sweep_without_a_gain_or_without_plain_decoding_says_so():

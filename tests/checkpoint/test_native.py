@@ -390,7 +390,11 @@ def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_without_a_shipped_drafter_says_so() -> None:
     error = refused(None, tiny_target())
-    assert "no drafter ships for target 'tiny'" in error.message and "peagle train" in str(error.hint)
+    assert (
+        "no drafter ships for target 'tiny'" in error.message
+        and "peagle build" in str(error.hint)
+        and "--num-draft-tokens 0" in str(error.hint)
+    )
 
 
 def test_the_shipped_drafter_is_found_through_its_target(tmp_path: Path) -> None:

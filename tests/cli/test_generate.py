@@ -94,6 +94,11 @@ def test_each_engine_is_closed_and_warm_before_it_is_timed(generate, monkeypatch
     assert [event[1] for event in events[:-1]] == [LENGTH], "nothing is timed, so nothing is warmed up"
 
 
+def test_an_answer_that_the_context_cuts_is_announced(generate):
+    said = generate("--raw", "--num-draft-tokens", 0, prompt="the " * 505).err
+    assert "tokens fit behind the prompt in the target's context of 512" in said and "fit behind" not in generate().err
+
+
 def test_the_engine_is_no_larger_than_the_answers_need(generate, monkeypatch):
     made = []
     init = Engine.__init__

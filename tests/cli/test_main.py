@@ -84,6 +84,11 @@ def test_an_error_without_a_hint_is_given_one(peagle, monkeypatch):
     assert result.err == "error: nothing works\nhint: `peagle doctor --help` lists the options\n"
 
 
+def test_the_hint_names_the_command_that_was_called(peagle):
+    refused = peagle("bench", "serve", "--prompts", __file__, "--concurrency", 0)
+    assert "hint: `peagle bench serve --help` lists the options" in refused.err
+
+
 def test_a_file_that_the_system_refuses_is_one_paragraph(peagle, monkeypatch, tmp_path):
     stand_in(monkeypatch, lambda argv: (tmp_path / "none" / "file").write_text("x"))
     result = peagle("doctor")

@@ -89,7 +89,7 @@ def test_the_output_has_weights_config_and_a_model_card(published, drafter, mode
         "| mt_bench, temperature 0 | 0.800 | 0.400 | 0.200 | 0.100 |",
         "Acceptance length by tokens of the text:\n\n| set | 0-127 |\n| --- | ---: |\n| mt_bench, temperature 0 | 2.25",
         "| 1 | 20 | - | - | kl | - | - | - |\n| 2 | 10 | - | - | ce | - | - | - |",
-        "The target answered the prompts of published files (`peagle data regenerate`).",
+        "The target answered prompts from files (`peagle data regenerate`).",
         "| answer tokens | 34,567 |",
     ):
         assert line in text, line

@@ -107,9 +107,9 @@ def test_whether_the_server_drafts_is_shown_with_what_it_expects_of_it():
     off = watch_of(moment(0, more=lines.format(0, 0.8123, 2))).report()
     assert off["drafting"] == {"pays": False, "gain": 0.8123, "num_pauses": 2}
     text = shown(off)
-    assert "drafting: OFF, it does not pay; 0.81 times plain decoding expected; stopped 2 times" in text
+    assert "drafting: OFF, it did not pay; newest step: 0.81 times plain decoding expected; stops: 2" in text
     on = shown(watch_of(moment(0, more=lines.format(1, 1.5, 0))).report())
-    assert "drafting: pays; 1.50 times" in on and "stopped" not in on
+    assert "drafting: pays; newest step: 1.50 times" in on and "stops" not in on
     assert watch_of(moment(0)).report()["drafting"] is None, "vLLM does not choose"
 
 

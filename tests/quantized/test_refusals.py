@@ -252,4 +252,4 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     path.write_bytes(content[: 8 + length])
-    assert "which cannot hold" in refused(tmp_path).message
+    assert f"{path} is truncated: it has" in refused(tmp_path).message

@@ -144,6 +144,7 @@ def test_thinking_text_and_calls_are_items_in_their_order():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"extra_body": {"max_tokens": 3}}, "'max_tokens' is not supported: this route takes 'max_output_tokens'"),
         ({"previous_response_id": "resp_1"}, "'previous_response_id' is not supported: the server stores nothing"),
         ({"tools": [{"type": "web_search"}]}, "'tools.0.type' is not supported: 'web_search'"),
         ({"background": True}, "'background'"),

@@ -156,6 +156,17 @@ def test_the_youngest_preempts_itself_when_it_is_the_one_that_cannot_grow() -> N
     scheduler.pages.release(hog)
 
 
+def test_requests_that_hold_all_their_pages_keep_none_from_a_waiting_one() -> None:
+    scheduler = make(num_pages=5, page_size=4)  # two requests of two pages: all that both can use
+    add(scheduler, "a", 5, max_tokens=3)
+    add(scheduler, "b", 5, max_tokens=3)
+    assert spans(scheduler.plan()) == [("a", 0, 5), ("b", 0, 5)]
+    scheduler = make(num_pages=5, page_size=4)
+    add(scheduler, "grows", 5, max_tokens=4)
+    add(scheduler, "waits", 5, max_tokens=3)
+    assert spans(scheduler.plan()) == [("grows", 0, 5)]
+
+
 def test_nobody_is_admitted_in_the_plan_that_preempts() -> None:
     scheduler = make()
     add(scheduler, "old", 9)

@@ -106,12 +106,13 @@ def truncate(directory: Path) -> None:
         (lambda directory: (directory / "config.json").write_text("{"), "not a valid JSON"),
         (lambda directory: (directory / "config.json").write_text('{"model_type": "t5"}'), "T5Config"),
         (lambda directory: (directory / "config.json").write_text('{"model_type": "zzz"}'), "model type `zzz`"),
-        (truncate, "cannot load a causal LM"),
+        (truncate, "model.safetensors is truncated: it has "),
         (write_index("{}"), "model.safetensors.index.json is not an index of weight files: it has no key 'weight_map'"),
         (write_index('{"weight_map": {"a": 3}}'), "index.json names the file 3, which is not in its directory"),
         (write_index('{"weight_map": {"a": "b.safetensors"}}'), "index.json names b.safetensors, which is missing"),
         (lambda directory: set_key(directory, num_hidden_layers="eight"), "'num_hidden_layers'"),
         (lambda directory: set_key(directory, hidden_size=[64]), "'hidden_size'"),
+        (lambda directory: set_key(directory, vocab_size=9), "'model.embed_tokens.weight' is stored as ["),
         (lambda directory: set_key(directory, num_attention_heads=0), "cannot load a causal LM"),
         (lambda directory: (directory / "tokenizer.json").write_text("{"), "cannot load a causal LM"),
         (drop_a_tensor, "lacks 1 of the model's tensors, the first of them 'model.layers.1.mlp.up_proj.weight'"),
@@ -355,7 +356,8 @@ def test_weights_go_to_the_current_gpu_whichever_thread_loads_them(
     assert load._placement(torch.device("cuda"), 501) == {"device_map": {"": torch.device("cuda", 3)}}
     assert load._placement(torch.device("cuda", 1), 501) == {"device_map": {"": torch.device("cuda", 1)}}
     kept = []
-    monkeypatch.setattr(load, "load_model", lambda _, dtype, keep: kept.append(keep) or (None, {"missing_keys": ()}))
+    report = {"missing_keys": (), "mismatched_keys": ()}
+    monkeypatch.setattr(load, "load_model", lambda _, dtype, keep: kept.append(keep) or (None, report))
     load._read(directory, torch.bfloat16, torch.device("cuda"), {})
     load._read(directory, torch.bfloat16, torch.device("cpu"), {})
     assert [keep and keep.device for keep in kept] == [torch.device("cuda", 3), None]

@@ -160,7 +160,7 @@ def test_no_more_than_a_tenth_of_the_greedy_rows_is_set_apart(target, tmp_path):
 def test_rows_that_are_not_known_to_be_greedy_are_not_set_apart(target, tmp_path, caplog, temperature):
     data = written(tmp_path / "rows.jsonl", *rows_of_ids([temperature] * 30))
     assert read_text(target, settings(data), World()).held_out == ()
-    assert "acceptance is not measured: only 0 of 30 conversations are known to be greedy" in caplog.text
+    assert "acceptance is not measured: 0 of 30 conversations are known to be greedy" in caplog.text
 
 
 def test_given_answers_that_are_not_greedy_are_warned_of(target, tmp_path, caplog):

@@ -229,6 +229,7 @@ def test_a_drafter_whose_heads_cannot_be_split_runs_whole_on_each_gpu():
     ("changes", "words"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
+        ({"tensor_parallel_size": 3, "num_heads": 32}, "the 32 attention heads of the target do not divide by"),
         ({"tensor_parallel_size": 3, "num_nodes": 2}, "3 GPUs (tensor x pipeline x data parallel) do not divide"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 3, "num_nodes": 2}, "is not a multiple of the 2 nodes"),
     ],

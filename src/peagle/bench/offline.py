@@ -219,12 +219,13 @@ def cells_of(
 def depths_of(drafter: "Drafter", wanted: Sequence[int | None]) -> Sequence[int | None]:
     """The numbers of draft tokens to measure: those in `wanted` that the drafter was trained for, at least one.
 
-    None stays: the engine decides, as it does by default.
+    None stays and may be the only one: the engine decides, as it does by default.
     """
     config, numbers = drafter.config, [depth for depth in wanted if depth is not None]
     if not numbers:
         return wanted
-    drafter.check_num_draft_tokens(min(numbers))
+    if None not in wanted:
+        drafter.check_num_draft_tokens(min(numbers))
     depths = config.depths_within(numbers)
     if too_deep := [str(depth) for depth in numbers if depth not in depths]:
         skipped = ", ".join(too_deep)

@@ -70,5 +70,5 @@ def sweep_verdict(cells: Sequence[Mapping[str, Any]]) -> str | None:
         setting = "leave --num-draft-tokens unset"
     else:
         setting = f"use --num-draft-tokens {first['num_draft_tokens']}"
-    where = "" if len(paying) == len(best) else f" up to concurrency {max(each['concurrency'] for each in paying)}"
+    where = "" if paying == best else f" at concurrency {', '.join(str(each['concurrency']) for each in paying)}"
     return f"drafting pays{where}: {speeds}. With {first['label']} it is fastest: {setting}"

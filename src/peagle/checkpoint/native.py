@@ -179,7 +179,8 @@ def drafter_directory(path: Path | str | None, target: "HFTarget") -> Path:
     path = target.shipped_drafter if path is None else path
     if path is None:
         raise CheckpointError(
-            f"no drafter ships for target {target.name!r}", hint="pass --drafter, or train one with `peagle train`"
+            f"no drafter ships for target {target.name!r}",
+            hint="pass --drafter, or train one: `peagle build`; generate and serve need none with --num-draft-tokens 0",
         )
     directory = Path(path).expanduser()
     if not directory.is_dir():

@@ -186,6 +186,7 @@ def vllm(argv: list[str]) -> int:
         max_length=arguments.max_length,
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
+        num_heads=models.config.get("num_attention_heads"),
         **asdict(arguments.parallel),
     )
     may_mismatch = arguments.drafter.allow_mismatch

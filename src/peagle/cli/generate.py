@@ -5,6 +5,7 @@ prompts use `peagle eval`; to prove that answers do not change, `peagle lossless
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from peagle.engine.llm import LLM
     from peagle.engine.outputs import Update
     from peagle.targets.hf import HFTarget
+
+log = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 16
 """Length of the warm-up answer before anything is timed."""
@@ -89,6 +92,8 @@ def main(argv: list[str]) -> int:
     if drafter is not None and num_draft_tokens is not None:
         drafter.check_num_draft_tokens(num_draft_tokens)
     prompt_ids = render(target, arguments)
+    if params.max_tokens > (room := target.max_length - len(prompt_ids)):
+        log.warning("at most %d tokens fit behind the prompt in the target's context of %d", room, target.max_length)
     drafters = [None, drafter] if arguments.compare else [drafter]
     runs = [run(target, each, prompt_ids, arguments, params) for each in drafters]
     divergences = (

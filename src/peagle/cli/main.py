@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
         print(COMPLETION.read_text(encoding="utf-8"), end="")
         return 0
     name, *rest = argv
-    command = " ".join(argv[: 1 + (name in SUBCOMMANDS)])
+    command = " ".join(argv[: 1 + (name in SUBCOMMANDS or argv[:2] == ["bench", "serve"])])
     _show_log()
     try:
         if name not in COMMANDS:

@@ -265,6 +265,7 @@ def vllm_settings(arguments: Arguments, models: "Models", words: list[str]) -> V
         is_eager=engine.eager,
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
+        num_heads=models.config.get("num_attention_heads"),
         **{each.name: getattr(arguments.vllm, each.name) for each in fields(Parallelism)},
     )
     return with_flags(settings, words)

@@ -101,9 +101,9 @@ def _drift(drift: dict[str, Any]) -> Text:
 
 def _drafting(found: dict[str, Any]) -> Text:
     text = Text("drafting: ", style="dim")
-    text.append("pays", "bold green") if found["pays"] else text.append("OFF, it does not pay", "bold red")
-    gain = "" if found["gain"] is None else f"; {found['gain']:.2f} times plain decoding expected"
-    times = f"; stopped {found['num_pauses']} times" if found["num_pauses"] else ""
+    text.append("pays", "bold green") if found["pays"] else text.append("OFF, it did not pay", "bold red")
+    gain = "" if found["gain"] is None else f"; newest step: {found['gain']:.2f} times plain decoding expected"
+    times = f"; stops: {found['num_pauses']}" if found["num_pauses"] else ""
     return text.append(f"{gain}{times}")
 
 

@@ -41,7 +41,7 @@ def load_model(
         kept = _load_kept(checkpoint, dtype, keep)
         if kept is not None:
             return kept
-    options |= {"dtype": dtype, "output_loading_info": True}
+    options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # the report has them
     if (few_bit := read_few_bit(directory)) is not None:
         return _load_few_bit(few_bit, options)
     dequantizing = dequantize_options(directory)

@@ -17,7 +17,7 @@ from peagle.vllm.command import RUNNER_VARIABLE
 METHODS = {"p-eagle": "A P-EAGLE", "eagle3": "An EAGLE-3"}
 MAKERS = {
     "synthesize": "The target wrote both questions and answers (`peagle data synthesize`)",
-    "regenerate": "The target answered the prompts of published files (`peagle data regenerate`)",
+    "regenerate": "The target answered prompts from files (`peagle data regenerate`)",
 }
 STAGE = {
     "steps": "num_steps",
@@ -151,8 +151,7 @@ def _training(card: DrafterCard) -> Section:
     stages = list(_stages(card.training))[::-1]
     heads = ("stage", *STAGE)
     rows = [
-        (str(index), *(str(stage.get(key, "-")) for key in STAGE.values()))
-        for index, stage in enumerate(stages, start=1)
+        (str(index), *(_shown(stage, key) for key in STAGE.values())) for index, stage in enumerate(stages, start=1)
     ]
     tables = [Table("Recipe; a later stage continues the one before it", heads, rows)] if card.training else []
     facts = {
@@ -169,6 +168,13 @@ def _training(card: DrafterCard) -> Section:
     tables.append(Table("Facts, from drafter_card.json", ("fact", "value"), known, num_left=2))
     maker = MAKERS.get(str(card.data.get("made_by")))
     return Section("Data and recipe", [f"{maker}."] if maker else (), (), tables)
+
+
+def _shown(stage: Mapping[str, Any], key: str) -> str:
+    value = stage.get(key, "-")
+    if value is None:  # the labels of a run that did not name them
+        return "reached" if stage.get("method") == "p-eagle" else "-"
+    return str(value)
 
 
 def _settings(card: DrafterCard) -> Mapping[str, Any]:

@@ -108,6 +108,9 @@ def parse(data: Any) -> tuple[ResponsesBody, dict[str, Any]]:
     for name in ("messages", "n"):
         if rest.get(name) not in (None, 1):
             raise unsupported(name, "this route takes 'input' and gives one answer")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if rest.get(name) is not None:
+            raise unsupported(name, "this route takes 'max_output_tokens'")
     return body, rest
 
 

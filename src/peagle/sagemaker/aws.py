@@ -54,9 +54,7 @@ class Aws(contextlib.AbstractContextManager["Aws"]):
         except exceptions.ProfileNotFound as error:
             raise ConfigError(f"--profile {profile}: {error}") from error
         if self._session.region_name is None:
-            raise ConfigError(
-                "no region", hint="pass --region, for example --region us-east-1, or set AWS_DEFAULT_REGION"
-            )
+            raise ConfigError("no region", hint="pass --region, for example --region us-east-1, or set AWS_REGION")
         self.region: str = self._session.region_name
         self._clients: dict[str, Any] = {}
         self._exceptions, self._upload_error = exceptions, boto3.exceptions.S3UploadFailedError

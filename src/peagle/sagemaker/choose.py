@@ -223,4 +223,5 @@ def _settings(
         tensor_parallel_size=tensor_parallel,
         target_max_length=models.max_length,
         is_hybrid=models.is_hybrid,
+        num_heads=models.config.get("num_attention_heads"),
     )

@@ -303,8 +303,9 @@ class Scheduler:
         shared = [] if request.wants_scores else self._match(request)
         num_pages = self.pages.pages_for(request.reach(1))
         num_taken = num_pages - sum(self.pages.num_holders(page) > 0 for page in shared)
-        # Leave one page to each running request. They grow first, and would only preempt this one again.
-        if num_taken + len(self._running) > self.pages.num_free:
+        # Leave one page to each running request that can grow. They grow first, and would only preempt this one again.
+        num_left = self.pages.num_free - num_taken
+        if num_left < len(self._running) and num_left < sum(map(self._can_grow, self._running.values())):
             return None
         del self._waiting[request.request_id]
         self._running[request.request_id] = request
@@ -315,6 +316,9 @@ class Scheduler:
         self._adopt_pages(request, shared)
         request.pages += self.pages.allocate(num_pages - len(shared))
         return request
+
+    def _can_grow(self, request: Request) -> bool:
+        return request.max_length + request.step_room > len(request.pages) * self.pages.page_size
 
     def _match(self, request: Request) -> list[int]:
         """Pages of other requests with the same content as the next ones of this request."""

@@ -21,6 +21,7 @@ from peagle.native.gguf_blocks import attach_blocks, blocks_path, write_blocks
 from peagle.quantized.formats import quantization_config
 from peagle.quantized.keep import Keep
 from peagle.quantized.load import forget_quantization, load_model
+from peagle.safetensors_header import check_whole, weight_files
 from peagle.targets import few_bit, hub
 from peagle.targets.capacity import check_fits, count_parameters, keeps_few_bits
 from peagle.targets.catalog import DEFAULT_TARGET, CatalogEntry, check_spelling, find
@@ -168,6 +169,12 @@ def _read(
             f"{directory} lacks {len(missing)} of the model's tensors, the first of them {missing[0]!r}",
             hint="the weights are incomplete; copy or download them again",
         )
+    if unlike := sorted(report["mismatched_keys"]):
+        name, stored, wanted = unlike[0]
+        raise TargetError(
+            f"{directory}: {name!r} is stored as {list(stored)}, but config.json makes it {list(wanted)}",
+            hint="config.json and the weights belong to different models; copy or download both again",
+        )
     if device.type == "cpu" and dtype == torch.float32:
         attach_blocks(model, directory)
     return model, tokenizer
@@ -191,6 +198,8 @@ def _num_parameters(name: str, entry: CatalogEntry | None, directory: Path | Non
     """The number of parameters: from local files, else from the catalog or the hub."""
     if directory is not None:
         try:
+            for path in weight_files(directory):
+                check_whole(path)
             return count_parameters(directory)
         except CheckpointError as error:
             raise TargetError(f"cannot load a causal LM from {directory}: {error.message}", hint=error.hint) from error

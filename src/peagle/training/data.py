@@ -121,7 +121,10 @@ def _split(data: ConversationSet, config: TrainConfig, facts: dict[str, Any]) ->
     number = min(config.num_held_out, int(MOST_HELD_OUT * len(greedy)))
     if number == 0:
         if config.num_held_out:
-            message = "acceptance is not measured: only %d of %d conversations are known to be greedy; pass --held-out"
+            message = (
+                "acceptance is not measured: %d of %d conversations are known to be greedy, and of these at most a "
+                "tenth is held out; pass --held-out"
+            )
             log.warning(message, len(greedy), len(data))
         return RunText(data.conversations, (), facts)
     aside = set(greedy[np.linspace(0, len(greedy) - 1, number).round().astype(int)].tolist())

@@ -138,6 +138,8 @@ class VllmSettings(Parallelism):
     target_max_length: int | None = None
     is_hybrid: bool = False
     """whether the target mixes sliding-window and full attention"""
+    num_heads: int | None = None
+    """attention heads of the target, if its config is on this machine"""
     speculation: Mapping[str, Any] = field(default_factory=dict)
     """further keys of vLLM's speculative config"""
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -147,6 +149,12 @@ class VllmSettings(Parallelism):
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "num_nodes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads is not None and self.num_heads % self.tensor_parallel_size:
+            raise ConfigError(
+                f"the {self.num_heads} attention heads of the target do not divide by "
+                f"tensor_parallel_size={self.tensor_parallel_size}",
+                hint="vLLM gives each GPU as many heads: pass a --tensor-parallel-size that divides them",
+            )
         if self.num_gpus % self.num_nodes:
             raise ConfigError(
                 f"{self.num_gpus} GPUs (tensor x pipeline x data parallel) do not divide by {self.num_nodes} nodes",
