@@ -17,6 +17,7 @@ import peagle.scheduling.config as config_module
 import peagle.scheduling.scheduler as scheduler_module
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import SchedulerConfig
+from peagle.scheduling.draft_trials import DraftTrials
 from peagle.scheduling.pages import WASTE_PAGE, PagePool
 from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import Request
@@ -38,6 +39,18 @@ def whole_answer(prompt: Text, max_length: int) -> list[int]:
     while len(text) < max_length and not (len(text) > len(prompt) and text[-1] == END_TOKEN):
         text += (next_token(text),)
     return list(text[len(prompt) :])
+
+
+class SomeTrials(DraftTrials):
+    """Some requests skip their trial, by chance."""
+
+    def __init__(self, choose: random.Random, rate: float) -> None:
+        super().__init__()
+        self.choose, self.rate = choose, rate
+
+    @property
+    def skips_next(self) -> bool:
+        return self.choose.random() < self.rate
 
 
 @dataclass(frozen=True)
@@ -192,7 +205,7 @@ class Service:
             setting.max_delay,
             setting.shares_passes,
         )
-        self.scheduler = Scheduler(limits, self.pool)
+        self.scheduler = Scheduler(limits, self.pool, SomeTrials(self.choose, setting.pause_rate))
         self.device = FakeDevice(self.pool, self.choose, setting.pause_rate)
 
     def _some_tokens(self, most: int) -> list[int]:

@@ -15,6 +15,7 @@ from peagle.linears.joined_linear import JoinedPart
 from peagle.native.packed_linear import PackedLinear
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import TREE_NODES
+from peagle.scheduling.draft_budget import DraftBudget
 from peagle.targets.hf import HFTarget
 from peagle.worker.step_costs import StepCosts, measure_step_costs
 
@@ -125,6 +126,28 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
     assert stats.drafting_pays is False and stats.drafting_gain < 1 and stats.num_draft_pauses == 1
     assert stats.decode_seconds > stats.plain_decode_seconds
     assert caplog.text.count("drafting does not pay at batch size 1") == 1
+
+
+def test_where_no_draft_pays_most_new_requests_do_not_try(
+    target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [reference(target, prompt) for prompt in PROMPTS]
+    costs_of(monkeypatch, {1: 1.0, 2: 2.0}, draft=9.0)
+    monkeypatch.setattr("peagle.worker.runner.TRIAL_STEPS", 2)
+    with LLM(target, drafter, page_size=4, max_batch=2) as llm:
+        drafts: list[int] = []
+        for index in range(12):
+            before = llm.engine.stats().num_drafts
+            prompt = index % len(PROMPTS)  # the same prompts again, so prefixes are reused with and without drafts
+            assert list(llm.generate(PROMPTS[prompt], PARAMS)[0].outputs[0].token_ids) == expected[prompt]
+            llm.engine.check_integrity()
+            drafts.append(llm.engine.stats().num_drafts - before)
+        assert [number > 0 for number in drafts] == [True] * 5 + [False, True] * 3 + [False]
+        llm.engine.runner.budget = DraftBudget({1: {1: 1.0, 1 + TREE_NODES: 1.0}}.__getitem__, trial_steps=2)
+        for _ in range(4):
+            before = llm.engine.stats().num_drafts
+            llm.generate(PROMPTS[0], PARAMS)
+        assert llm.engine.stats().num_drafts > before, "drafts pay now, so new requests try them again"
 
 
 def test_a_request_whose_drafts_do_not_pay_leaves_no_drafts_beside_one_that_still_tries(

@@ -65,7 +65,7 @@ class Engine:
         self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
-        self.scheduler = Scheduler(limits, pages)
+        self.scheduler = Scheduler(limits, pages, self.runner.trials)
         self.pace = None if is_gpu else PrefillPace()
         self._pending: dict[str, PendingRequest] = {}
         self._completions: dict[Request, PendingCompletion] = {}
@@ -190,7 +190,7 @@ class Engine:
         """
         old = self.scheduler
         pages = PagePool(self.runner.kv_cache.num_pages, self.runner.config.page_size, old.pages.reuse)
-        self.scheduler = Scheduler(old.config, pages)
+        self.scheduler = Scheduler(old.config, pages, old.trials)
         self._pending, self._completions, self._guided, self._finished = {}, {}, set(), []
         self._launches.clear()
         self.runner.recover()

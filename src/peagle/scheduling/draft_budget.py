@@ -13,7 +13,7 @@ an average step does.
 
 Whether drafting pays depends on the text. A large batch mixes many texts, so one verdict serves all of them; if it is
 no, a few steps now and then probe again. A CPU serves few requests. There each request first drafts for `trial_steps`,
-and the verdict follows the last few steps.
+and the verdict follows the last few steps. If many in a row do not gain, some do not try (`draft_trials`).
 
 Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain decoding, 16 tokens take 50% longer. If
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:
@@ -273,7 +273,7 @@ class DraftBudget:
             return
         self.pays, self._changed_at = pays, now
         self.num_pauses += not pays
-        again = "each new request tries it again" if self.trial_steps else "it is tried again from time to time"
+        again = "new requests try it again" if self.trial_steps else "it is tried again from time to time"
         log.log(
             logging.INFO if pays else logging.WARNING,
             "drafting %s at batch size %d (%.1f tokens/s expected, %.1f without drafts; drafts are accepted %.2f times "

@@ -79,6 +79,8 @@ class Request:
     """incremented when the request loses its row; results launched under an older epoch are void"""
     is_paused: bool = field(init=False, default=False)
     """whether it decodes without drafts, because they did not pay; the drafter's KV cache has gaps since then"""
+    skips_drafts: bool = field(init=False, default=False)
+    """whether it never had drafts, because they did not pay for the requests before it (`DraftTrials`)"""
     num_draft_steps: int = field(init=False, default=0)
     """decode steps with drafts that the draft budget sized"""
     num_in_flight: int = field(init=False, default=0)
@@ -119,7 +121,7 @@ class Request:
 
     @property
     def has_drafts(self) -> bool:
-        return self.num_draft_tokens > 0 and not self.is_paused
+        return self.num_draft_tokens > 0 and not (self.is_paused or self.skips_drafts)
 
     @property
     def wants_decode(self) -> bool:

@@ -56,6 +56,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from peagle.errors import CapacityError, RequestError
 from peagle.scheduling.config import SchedulerConfig, shared_bucket, shared_buckets
+from peagle.scheduling.draft_trials import DraftTrials
 from peagle.scheduling.pages import IntegrityError, PagePool
 from peagle.scheduling.plan import Chunk, Plan
 from peagle.scheduling.request import Request
@@ -69,9 +70,8 @@ SCORED_TOKENS = 256
 class Scheduler:
     """Owns the rows, the waiting and the running requests, and the pages they hold."""
 
-    def __init__(self, config: SchedulerConfig, pages: PagePool) -> None:
-        self.config = config
-        self.pages = pages
+    def __init__(self, config: SchedulerConfig, pages: PagePool, trials: DraftTrials | None = None) -> None:
+        self.config, self.pages, self.trials = config, pages, trials
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}
         self._free_rows = list(range(config.max_batch))
@@ -299,6 +299,7 @@ class Scheduler:
         if not self._waiting or not self._free_rows:
             return None
         request = next(iter(self._waiting.values()))
+        request.skips_drafts = self.trials is not None and self.trials.skips_next
         self.pages.extend_keys(request.page_keys, request.token_ids)
         shared = [] if request.wants_scores else self._match(request)
         num_pages = self.pages.pages_for(request.reach(1))
@@ -307,6 +308,8 @@ class Scheduler:
         num_left = self.pages.num_free - num_taken
         if num_left < len(self._running) and num_left < sum(map(self._can_grow, self._running.values())):
             return None
+        if self.trials is not None and request.num_draft_tokens:
+            self.trials.admit(request.skips_drafts)
         del self._waiting[request.request_id]
         self._running[request.request_id] = request
         request.row = heapq.heappop(self._free_rows)
@@ -362,7 +365,8 @@ class Scheduler:
         num_full = num_written // self.pages.page_size
         self.pages.extend_keys(request.page_keys, request.token_ids)
         # Prompts of requests with drafts have drafter entries, also if drafts stopped paying since.
-        num_drafted = num_written if request.has_drafts else request.num_prefilled if request.num_draft_tokens else 0
+        num_read = request.num_prefilled if request.num_draft_tokens and not request.skips_drafts else 0
+        num_drafted = num_written if request.has_drafts else num_read
         for index in range(request.num_registered, num_full):
             is_bare = (index + 1) * self.pages.page_size > num_drafted
             self.pages.register(request.pages[index], request.page_keys[index], is_bare)

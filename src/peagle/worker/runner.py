@@ -20,6 +20,7 @@ from peagle.errors import CapacityError
 from peagle.kernels.compiler import Compile
 from peagle.scheduling.config import EngineConfig, shared_bucket, verify_sizes
 from peagle.scheduling.draft_budget import TRIAL_STEPS, Choice, DraftBudget, DraftCurve
+from peagle.scheduling.draft_trials import DraftTrials
 from peagle.scheduling.plan import Plan
 from peagle.scheduling.request import Request, step_room
 from peagle.targets.hf import HFTarget
@@ -55,6 +56,8 @@ class Runner:
     """None if passes run eagerly: on a CPU, with `eager`, and for targets that synchronize with the device"""
     budget: DraftBudget | None = None
     """chooses how many drafts to verify; None: all, or a fixed limit"""
+    trials: DraftTrials | None = None
+    """on a CPU, with a budget: chooses which new requests try drafting"""
 
     def __init__(
         self,
@@ -139,6 +142,8 @@ class Runner:
         drafting.renew()
         if self.budget is not None:
             self.budget.reset()
+        if self.trials is not None:
+            self.trials.reset()
 
     def recover(self) -> None:
         """After an interrupt: wait for the device, and upload everything again."""
@@ -307,10 +312,12 @@ class Runner:
         if self.budget is None:
             most = max(verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most), len(drafting))
-        num_paused = sum(request.is_paused for request in requests)
+        num_paused = sum(request.num_draft_tokens > 0 for request in requests) - len(drafting)
         on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
         known = self._known_drafts(drafting)
         choice = self.budget.choose(size, len(requests), len(drafting), num_paused, known, len(on_trial))
+        if self.trials is not None:
+            self.trials.observe(choice.pays, sum(not request.num_draft_steps for request in on_trial))
         if not choice.pays:
             self.uploads.pause([request for request in drafting if request not in on_trial])
             if not on_trial:
@@ -365,6 +372,7 @@ class Runner:
         costs = measure_step_costs(self.step, self.plain_step, self.kv_cache.num_pages)
         num_drafts = self.state.tokens.shape[1] - 1
         self.budget = DraftBudget(cache(partial(costs.by_size, num_drafts=num_drafts)), TRIAL_STEPS)
+        self.trials = DraftTrials()
 
     def _make_passes(self, compile: Compile) -> None:
         """Prefill and decode step, with drafting if there is a drafter."""
