@@ -27,7 +27,7 @@ from peagle.native.layer_kernels import (
     rotary_call,
 )
 from peagle.native.packed_linear import PackedLinear
-from peagle.native.products import PackedWeight, compile_products, product_call
+from peagle.native.products import PackedWeight, Product, compile_products, make_product, new_scratch
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -43,6 +43,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._products: dict[tuple[int, bool], Tensor] = {}
         self._scores = torch.empty(0, 0)
 
     def buffer(self, name: str, num_rows: int, width: int) -> Tensor:
@@ -50,6 +51,13 @@ class Workspace:
         if (name, width) not in self._buffers:
             self._buffers[name, width] = torch.empty(MAX_ROWS, width)
         return self._buffers[name, width][:num_rows]
+
+    def product(self, x: Tensor, weight: PackedWeight, y: Tensor, added: Tensor | None = None) -> Product:
+        """A product that shares its scratch memory with those of as many inputs."""
+        key = weight.num_inputs, weight.is_tiled
+        if key not in self._products:
+            self._products[key] = new_scratch(weight, MAX_ROWS)
+        return make_product(x, weight, y, added, self._products[key])
 
     def scores(self, num_rows: int, width: int) -> Tensor:
         """Scratch memory of at least this size. It may move from pass to pass."""
@@ -172,7 +180,8 @@ class _Pass:
         (norm_1, epsilon_1), (norm_2, epsilon_2) = layer.input_norm, layer.mlp_norm
         self._norm = None if is_given else norm_call(normed, norm_1, normed, epsilon_1)
         given = torch.empty(num_rows, layer.qkv.num_inputs) if is_given else normed
-        self._qkv = product_call(given, layer.qkv, qkv, layer.qkv_bias)
+        product = layer.workspace.product
+        self._qkv = product(given, layer.qkv, qkv, layer.qkv_bias)
         self._rotary = rotary_call(qkv, num_rows, layer.head_norms, **heads)
         self.num_together = heads_together(num_rows, num_threads=torch.get_num_threads(), **heads)
         self._attention = attention_call(
@@ -185,19 +194,19 @@ class _Pass:
             num_together=self.num_together,
             **heads,
         )
-        self._output = product_call(attended, layer.output, total, normed)
-        self._down = product_call(gated, layer.down, total, total)
+        self._output = product(attended, layer.output, total, normed)
+        self._down = product(gated, layer.down, total, total)
         first = [] if self._norm is None else [self._norm]
         self.calls = [
             *first,
-            self._qkv,
+            *self._qkv.calls,
             self._rotary,
             self._attention,
-            self._output,
+            *self._output.calls,
             norm_call(total, norm_2, normed, epsilon_2),
-            product_call(normed, layer.gate_up, gate_up),
+            *product(normed, layer.gate_up, gate_up).calls,
             gate_call(gate_up, gated, layer.activation),
-            self._down,
+            *self._down.calls,
         ]
 
     def fill(
@@ -208,12 +217,12 @@ class _Pass:
         if self._norm is not None:
             self._norm.arguments[0] = x.data_ptr()
         if attention_input is not None:
-            self._qkv.arguments[0] = attention_input.data_ptr()
+            self._qkv.read(attention_input.data_ptr())
         self._rotary.arguments[1:6] = [shared.cos, shared.sin, keys, values, shared.cells]
         tables = shared.table, shared.row_table, shared.scores
         self._attention.arguments[1:9] = [keys, values, *tables, *shared.sizes]
-        self._output.arguments[4] = x.data_ptr()
-        self._down.arguments[3] = y.data_ptr()
+        self._output.add(x.data_ptr())
+        self._down.write(y.data_ptr())
 
 
 def _norm(norm: Any) -> tuple[Tensor, float]:

@@ -139,12 +139,12 @@ class ShapeChoice:
     min_rows: int
     """With fewer rows `plain` runs."""
     max_rows: int | None
-    """With more rows `plain` runs; None if the kernel is plain."""
+    """With more rows `plain` runs; None: the kernel runs for any number."""
     seconds: dict[str, dict[int, float]]
     """By kernel and row count: the shortest time of one product over several rounds."""
 
     def __str__(self) -> str:
-        rows = "" if self.kernel == "plain" else f" for {self.min_rows} to {self.max_rows} rows"
+        rows = f" for {self.min_rows} to {self.max_rows} rows" if self.max_rows else ""
         timings = (
             f"{kernel} {', '.join(f'{1e6 * seconds:.0f} us for {rows}' for rows, seconds in timing.items())}"
             for kernel, timing in self.seconds.items()
@@ -337,7 +337,7 @@ def _choose(linears: list[nn.Linear], candidates: list[LinearKernel], num_rows: 
     fastest = min(map(step_seconds, trials))
     chosen = [trial for trial in trials if step_seconds(trial) <= (1 + NEAR) * fastest or trial.kernel.is_best][-1]
     min_rows, max_rows = 1, None
-    if chosen is not plain:
+    if chosen is not plain and not chosen.is_for_prompts:
         is_slow = chosen.seconds[1] > (1 + NEAR) * plain.seconds[1] and not chosen.kernel.is_best
         min_rows = 2 if is_slow else 1
         max_rows = num_rows
@@ -362,6 +362,12 @@ class _Trial:
             weight, blocks = linear.weight.detach()[:NUM_TIMED_OUTPUTS], blocks_of(linear.weight)
             self.sample.append((kernel.pack(weight, blocks and blocks.rows(len(weight))), weight))
         self.seconds: dict[int, float] = {}
+
+    @property
+    def is_for_prompts(self) -> bool:
+        """Whether it is fast for any number of rows."""
+        packed, _ = self.sample[0]
+        return isinstance(packed, PackedWeight) and packed.is_tiled
 
     def inputs(self, num_rows: int) -> Tensor:
         _, weight = self.sample[0]

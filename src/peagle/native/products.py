@@ -6,7 +6,7 @@ multiplies in float32. So results differ from those of the float32 weight only b
 same for any number of rows.
 
 A packed weight is split into blocks of `lanes()` outputs. For each input of a block, the codes of its outputs lie side
-by side; 4-bit codes of two inputs share their bytes.
+by side; 4-bit codes of two inputs share their bytes. CPUs with tile registers have tiles instead (`peagle.native.amx`).
 
 Shapes: N rows, I inputs, O outputs, G groups of 32 inputs, L lanes, B = O / L blocks.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from peagle.native import jit
+from peagle.native import amx, jit
 from peagle.native.builder import Builder
 from peagle.native.integers import in_quads, rounded_codes, write_integer_product
 from peagle.native.jit import Call, Calls, call, compile_kernel
@@ -29,6 +29,8 @@ Form = Literal["bfloat16", "4-bit", "8-bit", "integers"]
 GROUP = 32
 """inputs that share a scale and an offset"""
 NO_ROWS = torch.empty(0)
+KEPT_ROWS = 64
+"""most rows whose calls are kept for the next product: prompts have too many lengths"""
 MAX_TILE = 16
 """rows that share a pass over the weight, at most; each number has a kernel of its own"""
 UNPACKING = 6
@@ -84,7 +86,9 @@ class PackedWeight:
     codes: Tensor
     scales: Tensor
     """float16 [B, G, scale and offset, L]; empty in bfloat16; of integers float32 [O]"""
-    _products: dict[tuple[int, int], Calls] = field(default_factory=dict)
+    is_tiled: bool = False
+    """whether the codes are in tiles"""
+    _products: dict[tuple[int, int], "tuple[Product, Calls]"] = field(default_factory=dict)
     """by number of rows, and dimensions of what is added"""
 
     @property
@@ -109,15 +113,17 @@ def missing(weight_OI: Tensor, blocks: BlockWeight | None = None) -> str | None:
 def pack(weight_OI: Tensor, blocks: BlockWeight | None = None) -> PackedWeight:
     """Pack a weight that is not `missing`: its blocks if it has any, else its bfloat16 numbers."""
     num_outputs, num_inputs = weight_OI.shape
+    is_tiled = amx.takes(num_outputs, num_inputs)
+    in_order, in_nibbles = (amx.in_tiles, amx.in_nibbles) if is_tiled else (_side_by_side, _nibbles_side_by_side)
     if blocks is None or num_inputs % GROUP:
         bits_OI = weight_OI.bfloat16().view(torch.int16)
-        return PackedWeight("bfloat16", num_outputs, num_inputs, _side_by_side(bits_OI), bits_OI.new_empty(0))
-    codes_BIL = _side_by_side(blocks.codes_OI)
+        return PackedWeight("bfloat16", num_outputs, num_inputs, in_order(bits_OI), bits_OI.new_empty(0), is_tiled)
     if blocks.offset_OG is None:
-        return PackedWeight("8-bit", num_outputs, num_inputs, codes_BIL, _side_by_side(blocks.scale_OG))
-    pairs_BPpL = codes_BIL.unflatten(1, (-1, 2))
-    scales_BG2L = torch.stack([_side_by_side(each) for each in (blocks.scale_OG, blocks.offset_OG)], dim=2)
-    return PackedWeight("4-bit", num_outputs, num_inputs, pairs_BPpL[:, :, 0] | pairs_BPpL[:, :, 1] << 4, scales_BG2L)
+        codes, scales = in_order(blocks.codes_OI), _side_by_side(blocks.scale_OG)
+    else:
+        both = [_side_by_side(each) for each in (blocks.scale_OG, blocks.offset_OG)]
+        codes, scales = in_nibbles(blocks.codes_OI), torch.stack(both, dim=2)
+    return PackedWeight(blocks.form, num_outputs, num_inputs, codes, scales, is_tiled)
 
 
 def pack_integers(weight_OI: Tensor) -> PackedWeight:
@@ -132,37 +138,78 @@ def _side_by_side(values_OX: Tensor) -> Tensor:
     return values_OX.unflatten(0, (-1, lanes())).transpose(1, 2).contiguous()
 
 
+def _nibbles_side_by_side(codes_OI: Tensor) -> Tensor:
+    pairs_BPpL = _side_by_side(codes_OI).unflatten(1, (-1, 2))
+    return pairs_BPpL[:, :, 0] | pairs_BPpL[:, :, 1] << 4
+
+
 def lanes() -> int:
     """Outputs per block."""
     return 16 if jit.has_wide_registers() else 8
 
 
+class Product(NamedTuple):
+    """The calls of a product. Its tensors may be replaced by others of the same shape, by address."""
+
+    calls: tuple[Call, ...]
+
+    def read(self, x: int) -> None:
+        self.calls[0].arguments[0] = x
+
+    def write(self, y: int) -> None:
+        self.calls[-1].arguments[3] = y
+
+    def add(self, added: int) -> None:
+        self.calls[-1].arguments[4] = added
+
+    def use_scratch(self, scratch: int) -> None:
+        """Only for tiles."""
+        self.calls[0].arguments[1] = self.calls[1].arguments[0] = scratch
+
+
 def product(x_NI: Tensor, weight: PackedWeight, added: Tensor | None = None) -> Tensor:
     """x_NI @ weight.T, plus a bias [O] or a residual [N, O]. All are contiguous float32."""
     y_NO, key = x_NI.new_empty(len(x_NI), weight.num_outputs), (len(x_NI), 0 if added is None else added.dim())
-    calls = weight._products.get(key)
-    if calls is None:
-        calls = weight._products[key] = Calls([product_call(x_NI, weight, y_NO, added)])
-    arguments = calls.calls[0].arguments
-    arguments[0], arguments[3] = x_NI.data_ptr(), y_NO.data_ptr()
+    scratch = new_scratch(weight, len(x_NI))
+    own, calls = weight._products.get(key) or _with_calls(make_product(x_NI, weight, y_NO, added, scratch))
+    if len(x_NI) <= KEPT_ROWS:
+        weight._products[key] = own, calls
+    own.read(x_NI.data_ptr())
+    own.write(y_NO.data_ptr())
     if added is not None:
-        arguments[4] = added.data_ptr()
+        own.add(added.data_ptr())
+    if weight.is_tiled:
+        own.use_scratch(scratch.data_ptr())
     calls.run()
     return y_NO
 
 
-def product_call(x_NI: Tensor, weight: PackedWeight, y_NO: Tensor, added: Tensor | None = None) -> Call:
-    """A call that writes x_NI @ weight.T, plus a bias [O] or a residual [N, O], to y_NO."""
+def _with_calls(product: Product) -> tuple[Product, Calls]:
+    return product, Calls(product.calls)
+
+
+def new_scratch(weight: PackedWeight, num_rows: int) -> Tensor:
+    """Memory that a product of some rows writes to; it keeps nothing there."""
+    return torch.empty(amx.scratch_size(num_rows, weight.num_inputs) if weight.is_tiled else 0, dtype=torch.uint8)
+
+
+def make_product(x_NI: Tensor, weight: PackedWeight, y_NO: Tensor, added: Tensor | None, scratch: Tensor) -> Product:
+    """A product that writes x_NI @ weight.T, plus a bias [O] or a residual [N, O], to y_NO."""
+    if weight.is_tiled:
+        return Product(amx.product_calls(x_NI, scratch, weight.form, weight.codes, weight.scales, y_NO, added))
     num_rows, num_blocks = len(x_NI), weight.num_outputs // lanes()
     tile = _tile(num_rows)
     kernel = _kernel(weight.form, tile, _blocks_per_step(tile, num_blocks), added is not None)
     tensors = (x_NI, weight.codes, weight.scales, y_NO, NO_ROWS if added is None else added)
     added_stride = 0 if added is None or added.dim() == 1 else weight.num_outputs
-    return call(kernel, *tensors, weight.num_inputs, weight.num_outputs, num_rows, added_stride)
+    return Product((call(kernel, *tensors, weight.num_inputs, weight.num_outputs, num_rows, added_stride),))
 
 
 def compile_products(weight: PackedWeight, is_added: bool) -> None:
     """Compile the kernels for any number of rows now, so that no step waits for them."""
+    if weight.is_tiled:
+        amx.compile_kernels(weight.form, weight.num_outputs, is_added)
+        return
     for tile in range(1, _most_rows() + 1):
         _kernel(weight.form, tile, _blocks_per_step(tile, weight.num_outputs // lanes()), is_added)
 
