@@ -117,6 +117,7 @@ def test_a_query_attends_the_same_whether_keys_are_older_or_new() -> None:
             torch.tensor([context + first]),
             torch.arange(number),
             torch.empty(number, 0),
+            RowTree((2 << torch.arange(number)) - 1, torch.arange(number)),
         )
         host = on_host(rows).host
         assert host is not None

@@ -93,11 +93,13 @@ class RowsOnHost:
             is_own_N = request_N < len(rows.context_B)
             request_N = request_N.where(is_own_N, 0)
             index_N = (torch.arange(num_rows) - rows.first_row_B1[request_N]).where(is_own_N, 0)
-            before_N = (2 << index_N) - 1
-            seen_N, depth_N = rows.tree or (before_N, index_N)
-            seen_N = seen_N.where(seen_N != 0, before_N)
             context_N = rows.context_B[request_N].where(is_own_N, 0)
-            table_N5 = torch.stack([request_N, context_N, index_N, seen_N, depth_N], dim=1).long()
+            seen_N, depth_N = rows.tree or (torch.zeros_like(index_N), index_N)
+            # A row that sees all rows before it counts them as cached: they are, once all rows are stored.
+            is_causal_N = seen_N == 0
+            passed_N = index_N.where(is_causal_N, 0)
+            columns = (request_N, context_N + passed_N, index_N - passed_N, seen_N + is_causal_N, depth_N - passed_N)
+            table_N5 = torch.stack(columns, dim=1).long()
             page_table_BP = rows.page_table_BP.to(torch.int32).contiguous()
             self._for_kernels = page_table_BP, rows.cell_N.long().contiguous(), table_N5
         return self._for_kernels

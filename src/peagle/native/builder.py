@@ -65,8 +65,9 @@ class Builder:
     # Control ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+    def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
         """for index in range(start, stop, step)"""
+        increment = self.integer(step) if isinstance(step, int) else step
         b = self.ir
         head, body, end = (b.append_basic_block() for _ in range(3))
         before = b.block
@@ -77,19 +78,20 @@ class Builder:
         b.cbranch(b.icmp_signed("<", index, stop), body, end)
         b.position_at_end(body)
         yield index
-        index.add_incoming(b.add(index, self.integer(step)), b.block)
+        index.add_incoming(b.add(index, increment), b.block)
         b.branch(head)
         b.position_at_end(end)
 
     def share(self, total: Any) -> tuple[Any, Any]:
         """This thread's part of range(total): first and end."""
-        b = self.ir
-        thread = b.sext(b.call(self.external("omp_get_thread_num", self.i32), []), self.i64)
-        threads = b.sext(b.call(self.external("omp_get_num_threads", self.i32), []), self.i64)
+        b, thread, threads = self.ir, self.thread(), self.num_threads()
         return b.udiv(b.mul(total, thread), threads), b.udiv(b.mul(total, b.add(thread, self.integer(1))), threads)
 
     def thread(self) -> Any:
         return self.ir.sext(self.ir.call(self.external("omp_get_thread_num", self.i32), []), self.i64)
+
+    def num_threads(self) -> Any:
+        return self.ir.sext(self.ir.call(self.external("omp_get_num_threads", self.i32), []), self.i64)
 
     def variable(self, kind: Any, value: Any) -> Any:
         """A local variable. Becomes a register."""

@@ -27,7 +27,7 @@ from peagle.native.layer_kernels import (
     rotary_call,
 )
 from peagle.native.packed_linear import PackedLinear
-from peagle.native.products import PackedWeight, Product, compile_products, make_product, new_scratch
+from peagle.native.products import KEPT_ROWS, PackedWeight, Product, compile_products, make_product, new_scratch
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -109,16 +109,18 @@ class NativeLayer:
 
     def layer_pass(self, num_rows: int, is_given: bool) -> "_Pass":
         """This layer's part of a pass. `is_given`: its attention reads an input of its own."""
-        if (num_rows, is_given) not in self._passes:
-            self._passes[num_rows, is_given] = _Pass(self, num_rows, is_given)
-        return self._passes[num_rows, is_given]
+        known = self._passes.get((num_rows, is_given)) or _Pass(self, num_rows, is_given)
+        if num_rows <= KEPT_ROWS:
+            self._passes[num_rows, is_given] = known
+        return known
 
     def calls(self, parts: "Sequence[_Pass]", is_given: bool) -> Calls:
         """The calls of some passes, of which this layer's is the first."""
         key = len(parts), parts[0].num_rows, is_given
-        if key not in self._together:
-            self._together[key] = Calls([call for part in parts for call in part.calls])
-        return self._together[key]
+        known = self._together.get(key) or Calls([call for part in parts for call in part.calls])
+        if parts[0].num_rows <= KEPT_ROWS:
+            self._together[key] = known
+        return known
 
 
 def run_layers(

@@ -20,8 +20,8 @@ LANES = 8
 MAX_LANES = 16
 MAX_SUMS = 16
 """vectors of sums that a kernel keeps in registers where these are wide and many, else half of them"""
-MAX_ROWS = 64
-"""rows of a pass: the rows that a row sees among the new ones are the bits of an int64"""
+MAX_ROWS = 512
+"""rows of a pass; for longer prompts torch's attention is faster"""
 
 
 # Norm -----------------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def _attention_kernel(num_heads: int, num_groups: int, width: int, num_together:
         ]
         sums = [[b.variable(b.floats, b.splat(0.0)) for _ in columns] for _ in heads]
         units_per_row = num_heads // num_together
-        first, end = b.share(b.ir.mul(rows, b.integer(units_per_row)))
-        with b.loop(first, end) as unit:
+        # Threads take turns: the later rows of a prompt have more keys.
+        with b.loop(b.thread(), b.ir.mul(rows, b.integer(units_per_row)), b.num_threads()) as unit:
             row, part = b.ir.udiv(unit, b.integer(units_per_row)), b.ir.urem(unit, b.integer(units_per_row))
             first_head = b.ir.mul(part, b.integer(num_together))
             line, context, index, seen, depth = (
