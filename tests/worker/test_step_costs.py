@@ -128,6 +128,21 @@ def test_where_no_draft_pays_the_engine_stops_drafting(
     assert caplog.text.count("drafting does not pay at batch size 1") == 1
 
 
+def test_requests_of_a_batch_share_the_steps_of_a_trial(
+    target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts of one request slow down all: four trials in a row would cost the batch four times as much."""
+    costs_of(monkeypatch, {1: 1.0, 2: 2.0}, draft=9.0)
+    monkeypatch.setattr("peagle.worker.runner.TRIAL_STEPS", 8)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    num_drafts = []
+    for number in (1, 4):
+        with LLM(target, drafter, page_size=8, max_batch=4) as llm:
+            llm.generate([PROMPTS[0]] * number, params)
+            num_drafts.append(llm.engine.stats().num_drafts / number)
+    assert 8 <= num_drafts[0] <= 10 and 2 <= num_drafts[1] <= 4
+
+
 def test_where_no_draft_pays_most_new_requests_do_not_try(
     target: HFTarget, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,8 @@ an average step does.
 
 Whether drafting pays depends on the text. A large batch mixes many texts, so one verdict serves all of them; if it is
 no, a few steps now and then probe again. A CPU serves few requests. There each request first drafts for `trial_steps`,
-and the verdict follows the last few steps. If many in a row do not gain, some do not try (`draft_trials`).
+which the requests of a batch share, and the verdict follows the last few steps. If many in a row do not gain, some do
+not try (`draft_trials`).
 
 Four requests. Verifying 8 tokens, one draft each, takes 10% longer than plain decoding, 16 tokens take 50% longer. If
 the first drafts are accepted with probability 0.6, and the others hardly ever, 8 tokens are best:

@@ -313,7 +313,8 @@ class Runner:
             most = max(verify_sizes(size, self.state.tokens.shape[1] - 1, self.config.verify_tokens or 0))
             return Choice(self._fewest_tokens(requests, most), len(drafting))
         num_paused = sum(request.num_draft_tokens > 0 for request in requests) - len(drafting)
-        on_trial = [request for request in drafting if request.num_draft_steps < self.budget.trial_steps]
+        trial_steps = self.budget.trial_steps / len(requests)  # a trial slows down the whole batch
+        on_trial = [request for request in drafting if request.num_draft_steps < trial_steps]
         known = self._known_drafts(drafting)
         choice = self.budget.choose(size, len(requests), len(drafting), num_paused, known, len(on_trial))
         if self.trials is not None:
