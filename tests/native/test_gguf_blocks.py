@@ -9,7 +9,7 @@ import torch
 from harness.gguf_files import tiny_gguf_target, write_gguf
 from peagle.linears.joined_linear import Joined
 from peagle.native.gguf_blocks import blocks_path, write_blocks
-from peagle.native.packed_linear import blocks_of
+from peagle.native.linear_kernels import blocks_of
 from peagle.native.products import BlockWeight, pack
 from peagle.targets.load import convert_gguf, load_target
 from peagle.worker.linear_layers import _joined_linear

@@ -9,15 +9,8 @@ from torch.nn import functional
 
 from harness.tiny_models import tiny_target
 from peagle.errors import ConfigError
-from peagle.native.packed_linear import (
-    KERNELS,
-    MOST_ROWS,
-    LinearKernel,
-    PackedLinear,
-    available_kernels,
-    pack_linears,
-    unpack_linears,
-)
+from peagle.native.linear_kernels import KERNELS, LinearKernel, available_kernels
+from peagle.native.packed_linear import MOST_ROWS, PackedLinear, pack_linears, unpack_linears
 
 ROW_COUNTS = (1, 2, 3, 5, 8, 16, 33, 100)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from peagle.native import amx, jit, products
 from peagle.native.builder import Builder
-from peagle.native.packed_linear import KERNELS, PackedLinear
+from peagle.native.linear_kernels import KERNELS
+from peagle.native.packed_linear import PackedLinear
 from peagle.native.products import BlockWeight, make_product, missing, new_scratch, pack, product
 
 NUM_OUTPUTS, NUM_INPUTS = 96, 128

@@ -5,7 +5,8 @@ from torch import nn
 
 from peagle.host_memory import available_bytes
 from peagle.native.integers import missing_for
-from peagle.native.packed_linear import LinearKernel, PackedLinear, replace_modules, run_stored
+from peagle.native.linear_kernels import LinearKernel, run_stored
+from peagle.native.packed_linear import PackedLinear, replace_modules
 from peagle.native.products import lanes, pack_integers
 
 ROUNDED = LinearKernel(

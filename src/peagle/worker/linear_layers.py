@@ -18,7 +18,8 @@ from peagle.drafter.paged import use_native_layers, use_plain_layers
 from peagle.experts.fused import fuse_experts
 from peagle.linears.joined_linear import Joined, join_linears, joined_groups, part_linears
 from peagle.linears.skinny_linear import use_plain_linears, use_skinny_linears
-from peagle.native.packed_linear import PackedLinear, blocks_of, pack_linears, unpack_linears
+from peagle.native.linear_kernels import blocks_of
+from peagle.native.packed_linear import PackedLinear, pack_linears, unpack_linears
 from peagle.native.products import BlockWeight
 from peagle.native.rounded_linear import round_linears
 from peagle.targets.fusing import fuse
