@@ -30,6 +30,7 @@ from peagle.drafter.model import Drafter
 from peagle.engine.engine import Engine
 from peagle.native import jit
 from peagle.native.layer import NativeLayer, run_layers
+from peagle.native.products import PackedWeight
 from peagle.sampling_params import SamplingParams
 from peagle.scheduling.config import EngineConfig
 from peagle.targets.hf import HFTarget
@@ -109,14 +110,14 @@ def test_answers_with_native_layers_are_those_of_transformers(
     expected = [generated(target, prompt) for prompt in PROMPTS]
     drafter = drafter_for(target, [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)])
     tight = {"page_size": 2, "max_length": 140, "num_pages": 120, "prefill_tokens": 100}
-    for own, num_draft_tokens, most_rows, settings in (
-        (None, 0, 512, {"page_size": 4, "max_length": 160}),
-        (drafter, 4, 512, {"page_size": 4, "max_length": 160, "tree_nodes": 9, "verify_tokens": 0}),
-        (drafter, 4, 64, tight | {"verify_tokens": 0}),
-        (sequential(drafter, target), 3, 64, {"page_size": 4, "max_length": 160, "verify_tokens": 0}),
+    for own, num_draft_tokens, is_for_prompts, settings in (
+        (None, 0, True, {"page_size": 4, "max_length": 160}),
+        (drafter, 4, True, {"page_size": 4, "max_length": 160, "tree_nodes": 9, "verify_tokens": 0}),
+        (drafter, 4, False, tight | {"verify_tokens": 0}),
+        (sequential(drafter, target), 3, False, {"page_size": 4, "max_length": 160, "verify_tokens": 0}),
     ):
         native_runs.clear()
-        monkeypatch.setattr("peagle.native.layer.MAX_ROWS", most_rows)
+        monkeypatch.setattr(PackedWeight, "is_for_prompts", is_for_prompts)
         engine = Engine(target, own, num_draft_tokens, EngineConfig(**settings))
         names = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
         outputs = {}
@@ -125,7 +126,7 @@ def test_answers_with_native_layers_are_those_of_transformers(
         stats = engine.stats()
         engine.close()
         assert len(native_runs) > 40, "decode steps ran native layers"
-        assert (max(native_runs) > 64) == (most_rows > 64), "prompts ran native layers where they are short enough"
+        assert (max(native_runs) > 64) == is_for_prompts, "so did prompts, where that is faster"
         assert own is None or stats.accepted_per_position[0] > 0, "some drafts were accepted"
         for prompt, name, wanted in zip(PROMPTS, names, expected, strict=True):
             found = list(outputs[name].outputs[0].token_ids)

@@ -89,7 +89,8 @@ class NativeLayer:
             raise UnknownPartError("a bias after attention or in the MLP")
         self.qkv_bias = linears[0].bias
         self.qkv, self.output, self.gate_up, self.down = (linear.packed for linear in linears)
-        self.most_rows = MAX_ROWS
+        weights = (self.qkv, self.output, self.gate_up, self.down)
+        self.most_rows = MAX_ROWS if all(weight.is_for_prompts for weight in weights) else KEPT_ROWS
         self.width = int(attention.head_dim)
         self.num_heads = self.output.num_inputs // self.width
         self.num_groups = (self.qkv.num_outputs // self.width - self.num_heads) // 2

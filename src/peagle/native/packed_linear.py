@@ -282,7 +282,7 @@ class _Trial:
     def is_for_prompts(self) -> bool:
         """Whether it is fast for any number of rows."""
         packed, _ = self.sample[0]
-        return isinstance(packed, PackedWeight) and packed.is_tiled
+        return isinstance(packed, PackedWeight) and packed.is_for_prompts
 
     def inputs(self, num_rows: int) -> Tensor:
         _, weight = self.sample[0]

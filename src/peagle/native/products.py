@@ -92,6 +92,11 @@ class PackedWeight:
     """by number of rows, and dimensions of what is added"""
 
     @property
+    def is_for_prompts(self) -> bool:
+        """Whether products of many rows are faster than torch's, too."""
+        return self.is_tiled or self.form == "integers"
+
+    @property
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
