@@ -33,10 +33,19 @@ def machine(options: ServedTargetArguments) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(choose_dtype(options.dtype, device)).removeprefix("torch.")
         + ("" if options.quantize is None else f", {options.quantize} weights"),
-        "engine": "CUDA graphs" if device.type == "cuda" else "eager",
-        "attention": "paged, Triton" if device.type == "cuda" else "paged, PyTorch",
+        "engine": "CUDA graphs, Triton" if device.type == "cuda" else processor_engine(),
         "cache": str(cache_directory()),
     }
+
+
+def processor_engine() -> str:
+    """What computes the layers on a CPU, and why not something faster."""
+    from peagle.native import amx, jit
+
+    if (reason := jit.missing()) is not None:
+        return f"PyTorch ({reason})"
+    reason = amx.missing()
+    return "native layers, AMX tiles" if reason is None else f"native layers, vectors ({reason})"
 
 
 def readiness(device: str) -> str:
