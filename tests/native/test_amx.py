@@ -18,7 +18,7 @@ def random_weight(num_outputs: int, num_inputs: int) -> Tensor:
 
 
 @needs_tiles
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 64), (48, 576), (32, 1536), (16, 2**15)])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(16, 64), (48, 576), (32, 1536), (32, 2**14)])
 @pytest.mark.parametrize("num_rows", [1, 5, 6, 10, 11, 16, 17, 300])
 def test_results_are_as_near_to_the_exact_ones_as_those_of_float32(
     num_outputs: int, num_inputs: int, num_rows: int
@@ -60,7 +60,7 @@ def test_many_rows_read_the_weights_that_the_first_rows_unpacked(form: str) -> N
 
 @needs_tiles
 def test_weights_of_other_sizes_are_multiplied_in_vectors() -> None:
-    for num_outputs, num_inputs in ((16, 32), (16, 96), (16, 2**15 + 64)):
+    for num_outputs, num_inputs in ((16, 32), (16, 96), (16, 2**14 + 64)):
         weight_OI = random_weight(num_outputs, num_inputs)
         packed, x_NI = pack(weight_OI), torch.randn(3, num_inputs)
         assert not packed.is_tiled

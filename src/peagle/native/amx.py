@@ -36,8 +36,8 @@ PAIR = 2
 ROWS_OF_TILES = {1: 5, 2: 10, 3: 16}
 """by number of column tiles: the rows they hold"""
 MOST_TILES = max(ROWS_OF_TILES)
-MOST_INPUTS = 2**15
-"""Each thread keeps the unpacked weights of 32 outputs on its stack, 2 MiB for this many inputs."""
+MOST_INPUTS = 2**14
+"""Each thread keeps the unpacked weights of 32 outputs on its stack: 1 MiB for this many inputs, of 2 at least."""
 PREFETCHED = 16
 """pairs of groups between the codes that are unpacked and those that are fetched"""
 FEATURES = ("amx-tile", "amx-bf16", "avx512bw", "avx512bf16")
