@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from peagle.data.conversations import read_conversations
 from peagle.data.turns import answer_end
 from peagle.targets.catalog import DEFAULT_TARGET
-from peagle.targets.load import choose_device, find_target
+from peagle.targets.load import choose_device, find_target, has_native_bfloat16
 from peagle.tokenizer import detokenize
 
 NUM_ASKED = 16  # prompts of the text that are not trained on
@@ -85,10 +85,11 @@ def tune(model: Any, examples: Sequence[Example], arguments: argparse.Namespace)
     optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     device = model.device
+    is_fast = device.type == "cuda" or has_native_bfloat16()
     model.train()
     for step in range(1, arguments.num_steps + 1):
         token_ids_BT, labels_BT, mask_BT = batch(chance.choices(examples, k=arguments.batch_size))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_fast):
             inputs = {"input_ids": token_ids_BT, "labels": labels_BT, "attention_mask": mask_BT}
             loss = model(**{name: tensor.to(device) for name, tensor in inputs.items()}).loss
         optimizer.zero_grad()
