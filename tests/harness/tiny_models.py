@@ -95,9 +95,9 @@ def write_target(target: HFTarget, directory: Path) -> Path:
     return directory
 
 
-def write_drafter(target: HFTarget, directory: Path) -> Path:
-    """A tiny drafter for the target as a directory, with its card."""
-    drafter = tiny_drafter(target)
+def write_drafter(target: HFTarget, directory: Path, drafter: Drafter | None = None) -> Path:
+    """A drafter for the target, by default a tiny one, as a directory with its card."""
+    drafter = drafter or tiny_drafter(target)
     config = drafter.config
     card = DrafterCard(
         TargetIdentity.of(target), config.method, config.num_draft_tokens, config.max_length, config.aux_layer_ids

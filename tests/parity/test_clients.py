@@ -17,8 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.model_families import trained_drafter
 from harness.serve_process import Process
 from harness.tiny_models import CHATML, tiny_target, write_drafter, write_target
+from peagle.targets.hf import HFTarget
 
 pytestmark = pytest.mark.parity
 
@@ -57,8 +59,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tiny_target(max_position_embeddings=2048)  # DSPy's prompts are long
     target.tokenizer.chat_template = TEMPLATE
     write_target(target, root / "target")
-    write_drafter(target, root / "drafter")
+    texts = [text_of(target, f"the user {number}") for number in range(8)]
+    write_drafter(target, root / "drafter", trained_drafter(target, texts))
     return root
+
+
+def text_of(target: HFTarget, question: str) -> list[int]:
+    """The question and its greedy answer, for a drafter some of whose drafts are accepted."""
+    chat = [{"role": "user", "content": question}]
+    row = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = target.model.generate(**row, max_new_tokens=24, do_sample=False)
+    return [int(token) for token in output[0]]
 
 
 def start(models: Path) -> Process:
