@@ -48,5 +48,5 @@ class DraftTrials:
         self._num_skipped = self._num_skipped + 1 if skips else 0
 
     def observe(self, pays: bool, num_begun: int) -> None:
-        """Take a step into account in which `num_begun` requests began their trial."""
+        """Update the counts after a step in which `num_begun` requests began their trial."""
         self._num_failed = 0 if pays else self._num_failed + num_begun
