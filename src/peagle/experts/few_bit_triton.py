@@ -32,10 +32,26 @@ class FewBitExpertTiling(NamedTuple):
 
 
 def few_bit_expert_tiling(num_pairs: int, num_experts: int, size: int, is_gated: bool) -> FewBitExpertTiling:
-    """Warps share columns, and split the inputs only where few CTAs take many: one row of GPT-OSS (docs/log.md)."""
-    if num_pairs <= 4 and size > 2048:
-        return FewBitExpertTiling(16 if is_gated else 32, 4, 4, 3, 8)
-    return FewBitExpertTiling(32 if is_gated else 64, 1, 4, 4, 8 if num_pairs <= 4 * num_experts else 16)
+    """The tiling for the pairs of a pass: warps split the inputs if there is one row, and else share columns.
+
+    Microseconds of both products on an H200 with 1, 8 and 64 rows, and the share of the bandwidth limit of the bytes
+    read (`benchmarks/few_bit.py --tilings`):
+
+        GPT-OSS-20B, mxfp4      31 40%    143 49%    204 48%
+        Qwen3-30B-A3B, fp8      16 54%     72 76%    161 85%
+    """
+    is_large, rows = size > 2048, 8 if num_pairs <= 4 * num_experts else 16
+    if num_pairs <= 8:
+        if is_gated:
+            return FewBitExpertTiling(16 if is_large else 8, 2, 2, 3 if is_large else 4, 8)
+        return FewBitExpertTiling(32, 4, 4, 3, 8) if is_large else FewBitExpertTiling(16, 2, 2, 3, 8)
+    if num_pairs <= 2 * num_experts:
+        if is_gated:
+            return FewBitExpertTiling(32, 1, 4, 5 if is_large else 3, rows)
+        return FewBitExpertTiling(64, 1, 4, 4, rows) if is_large else FewBitExpertTiling(32, 1, 2, 4, rows)
+    if is_gated:
+        return FewBitExpertTiling(16, 1, 2, 3 if is_large else 5, 16)
+    return FewBitExpertTiling(32, 1, 2, 4 if is_large else 5, rows)
 
 
 def few_bit_expert_products_triton(
