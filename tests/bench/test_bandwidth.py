@@ -18,6 +18,7 @@ from peagle.bench.bandwidth import (
 )
 from peagle.bench.cells import Answer, Cell, CellResult, StepSplit
 from peagle.bench.dummy import drafter_bytes, dummy_drafter
+from peagle.linears.joined_linear import join_linears
 from peagle.targets.few_bit import quantize_model
 from peagle.targets.shapes import dummy_target
 
@@ -77,6 +78,8 @@ def test_weights_in_few_bits_count_as_they_are_stored():
     assert weight_bytes_per_step(model) == plain - inside + routers + everything
     experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)
     assert weight_bytes_per_step(model) - weight_bytes_per_step(model, 0.5) == experts // 2
+    assert join_linears(model, few_bit=True)
+    assert weight_bytes_per_step(model) == plain - inside + routers + everything, "also while an engine joins layers"
 
 
 def test_bandwidth_is_measured_and_plausible():

@@ -15,6 +15,7 @@ from peagle.errors import TargetError, nearest
 from peagle.experts.few_bit import FewBitExperts, quantize_experts
 from peagle.linears.few_bit import FORMS, INT4_GROUP, MXFP4_GROUP
 from peagle.linears.few_bit_linear import FewBitLinear
+from peagle.linears.joined_linear import JoinedPart
 from peagle.targets.hf import decoder_layers
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def few_bit_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules with quantized weights, by name. Their buffers are these weights."""
+    """The modules with quantized weights, by name. Their buffers are these weights, also while layers are joined."""
     for name, module in model.named_modules():
-        if isinstance(module, FewBitLinear | FewBitExperts):
-            yield name, module
+        own = module.joined.parts[module.index] if isinstance(module, JoinedPart) else module
+        if isinstance(own, FewBitLinear | FewBitExperts):
+            yield name, own

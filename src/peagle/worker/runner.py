@@ -158,15 +158,8 @@ class Runner:
 
     def capture_steps(self, progress: Progress) -> None:
         """Capture every batch shape. Falls back to eager launches if the target cannot be captured."""
-        captured = CapturedSteps(
-            self.step,
-            self.plain_step,
-            self.prefill,
-            self.shared_pass,
-            self.max_batch,
-            self._transfers,
-            self.config,
-        )
+        passes = (self.step, self.plain_step, self.prefill, self.shared_pass)
+        captured = CapturedSteps(*passes, self.max_batch, self._transfers, self.config)
         if self.config.capture_adjusted:
             self.uploads.prepare_adjustments()
         try:
