@@ -5,12 +5,12 @@
     peagle report tuned.json --price-per-hour 4.50 --output tuned.html
 
 A round measures all settings at all loads in one process: as a server runs them, and `--fixed` numbers of draft tokens
-verified in full. For each load, the first round's cells of what `peagle tune` tries by default make the recommendation,
-and every round ends with one server per load that runs it. All figures are medians over the rounds: a CPU needs several
-(`--rounds 3`), because its speed changes from minute to minute.
+verified in full. Then, for each load, `peagle tune` recommends settings with the options it has by default, and a
+server runs them for `peagle bench serve`. All figures are medians over the rounds: a CPU needs several (`--rounds 3`),
+because its speed changes from minute to minute.
 
-Prints the recommendation's share of the fastest cell, and what was served as a share of what the same round's cell
-promised. --output keeps the cells as a document of `peagle tune`, so a cost table and a report need no other run.
+Prints the recommendation's share of the fastest cell, and what was served as a share of what `tune` expected. --output
+keeps the cells as a document of `peagle tune`, so a cost table and a report need no other run.
 """
 
 import argparse
@@ -27,11 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.bench.verdict import best_by_concurrency
-from peagle.cli import bench, tune
-from peagle.console.arguments import DrafterArguments, ServedTargetArguments
-from peagle.provenance import provenance
 from peagle.tuning.recommend import recommend
-from peagle.tuning.settings import settings_of, text_of
 from peagle.tuning.shown import lines_of
 
 PEAGLE = [sys.executable, "-m", "peagle"]
@@ -57,26 +53,24 @@ def main() -> None:
     ]
     sweep = [*load, *models, "--concurrency", options.concurrency, "--methods"]
     loads = [int(places) for places in options.concurrency.split(",")]
-    documents, fixed, chosen = [], [], dict[int, dict[str, Any]]()
+    documents, fixed, tuned = [], [], defaultdict[int, list[dict[str, Any]]](list)
     served: dict[int, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as work:
         for _ in range(options.rounds):
             limits = [options.methods, "--num-draft-tokens", options.num_draft_tokens]
-            documents.append(document("tune", *sweep, *limits))
+            documents.append(document("tune", "--no-serve", *sweep, *limits))
             if options.fixed:
                 full = [options.methods.removeprefix("none,"), "--num-draft-tokens", options.fixed]
                 fixed.append(in_full(document("bench", *sweep, *full)["cells"]))
             for places in loads:
-                settings = Path(work) / f"{places}.toml"
-                if places not in chosen:
-                    found = chosen[places] = recommend(tried(at(documents[0]["cells"], places))) or {}
-                    drafter = tune.drafter_of(models_of(options), found)
-                    text = text_of(settings_of(found, options.target, drafter), provenance())
-                    settings.write_text(text, encoding="utf-8")
-                served[places].append(serve(settings, [*load, "--concurrency", str(places)]))
-                print(f"{chosen[places]['label']} at {places}: {served[places][-1]:.1f} tokens/s served", flush=True)
+                settings, here = Path(work) / f"{places}.toml", [*load, "--concurrency", str(places)]
+                tuned[places].append(document("tune", *models, *here, "--output", str(settings))["tuned"])
+                served[places].append(serve(settings, here))
+                own = tuned[places][-1]
+                expected = own["expected"]["output_tokens_per_second"]
+                print(f"{own['label']} at {places}: {served[places][-1]:.1f} tokens/s of {expected:.1f}", flush=True)
     merged = summary(documents, fixed)
-    rows = [row(merged, documents, chosen[places]["label"], places, served[places]) for places in loads]
+    rows = [row(merged, tuned[places], places, served[places]) for places in loads]
     heads = ("concurrency", "recommended", "fastest of the sweep", "share", "expected", "served", "served / expected")
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for each in rows:
@@ -96,24 +90,12 @@ def document(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def models_of(options: argparse.Namespace) -> bench.Arguments:
-    target, drafter = ServedTargetArguments(target=options.target), DrafterArguments(drafter=options.drafter)
-    return bench.Arguments(target=target, drafter=drafter)
-
-
 def in_full(cells: Cells) -> Cells:
     return [cell | {"label": f"{cell['label']} in full"} for cell in cells]
 
 
 def at(cells: Cells, places: int) -> Cells:
     return [cell for cell in cells if cell["concurrency"] == places]
-
-
-def tried(cells: Cells) -> Cells:
-    """The cells that `peagle tune` measures without options."""
-    depths = (0, *tune.Arguments.num_draft_tokens)
-    methods = tune.Arguments.methods
-    return [cell for cell in cells if cell["method"] in methods and cell["num_draft_tokens"] in depths]
 
 
 def summary(documents: list[dict[str, Any]], fixed: list[Cells]) -> dict[str, Any]:
@@ -136,18 +118,11 @@ def median(cells: Cells) -> dict[str, Any]:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def row(
-    merged: dict[str, Any], documents: list[dict[str, Any]], label: str, places: int, served: list[float]
-) -> dict[str, Any]:
-    """One load: how good its recommendation is, and whether a server keeps what each round's own cell promises."""
+def row(merged: dict[str, Any], tuned: list[dict[str, Any]], places: int, served: list[float]) -> dict[str, Any]:
+    """One load: how good its recommendation is, and whether a server keeps what each round's `tune` promised."""
     speeds = {cell["label"]: cell["output_tokens_per_second"] or 0.0 for cell in at(merged["cells"], places)}
-    fastest = max(speeds, key=lambda name: speeds[name])
-    promised = [
-        cell["output_tokens_per_second"]
-        for found in documents
-        for cell in at(found["cells"], places)
-        if cell["label"] == label
-    ]
+    fastest, label = max(speeds, key=lambda name: speeds[name]), tuned[0]["label"]
+    promised = [own["expected"]["output_tokens_per_second"] for own in tuned]
     ratios = [own / expected for own, expected in zip(served, promised, strict=True)]
     return {
         "concurrency": places,

@@ -1,6 +1,8 @@
 """Memory of this machine, or of the container it is limited to: the smaller of the host's and the cgroup's numbers."""
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,13 @@ def available_bytes(root: Path = ROOT) -> int:
     """Memory that can be allocated without swapping or exceeding the cgroup's limit."""
     available = _meminfo(root).get("MemAvailable", _physical_bytes(root) // 2)
     return max(0, min([available, *(limit - used for limit, used in _cgroup_limits(root))]))
+
+
+def free_models() -> None:
+    """Give back the memory of models that nobody uses any more, before another process needs it."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _physical_bytes(root: Path) -> int:

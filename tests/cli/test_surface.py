@@ -56,7 +56,7 @@ FLAGS = {
     "tune": (
         "--prompts --limit --categories --max-turns --recording --concurrency --request-rate --max-tpot --methods "
         "--num-draft-tokens --allow-quantize --eagle3-drafter --num-requests --max-tokens --temperature --seed "
-        f"--output --json --report --price-per-hour --instance --training-hours {SERVED} {DRAFTER}"
+        f"--no-serve --output --json --report --price-per-hour --instance --training-hours {SERVED} {DRAFTER}"
     ),
     "top": f"--interval --window --once --json {API_KEY}",
     "data synthesize": (

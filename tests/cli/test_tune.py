@@ -22,8 +22,9 @@ def prompts(tmp_path):
     return path
 
 
-FEW = ("--max-tokens", 8, "--concurrency", 1, "--num-draft-tokens", 2)
-SMALL = ("--max-tokens", 8, "--concurrency", "1,2", "--num-draft-tokens", 2)
+FEW = ("--max-tokens", 8, "--no-serve", "--concurrency", 1, "--num-draft-tokens", 2)
+SMALL = ("--max-tokens", 8, "--no-serve", "--concurrency", "1,2", "--num-draft-tokens", 2)
+SERVED = [word for word in SMALL if word != "--no-serve"]
 
 
 def test_the_document_has_the_sweep_and_the_recommendation_that_follows_from_it(
@@ -52,12 +53,12 @@ def test_the_engine_verifies_what_that_of_a_server_would(peagle, on_models, mode
 
     made, start = [], LLM.__init__
     monkeypatch.setattr(LLM, "__init__", lambda *own, **options: made.append(options) or start(*own, **options))
-    depths = ("--num-draft-tokens", "auto,2")
-    assert peagle("tune", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    words = ("--max-tokens", 8, "--concurrency", 1, "--num-draft-tokens", "auto,2")
+    assert peagle("tune", "--prompts", prompts, *words, "--no-serve", "--json", *on_models).status == 0
     tuned = [(each["num_draft_tokens"], each["verify_tokens"]) for each in made]
     assert tuned == [(None, None), (None, None), (2, None)], "plain, auto, a limit of 2"
     made.clear()
-    assert peagle("bench", "--prompts", prompts, *FEW[:4], *depths, "--json", *on_models).status == 0
+    assert peagle("bench", "--prompts", prompts, *words, "--json", *on_models).status == 0
     assert [(each["num_draft_tokens"], each["verify_tokens"]) for each in made][1:] == [(None, None), (2, 0)]
 
 
@@ -145,14 +146,44 @@ def test_the_tables_end_with_the_recommendation(peagle, on_models, prompts, tmp_
         assert words in result.out, words
 
 
-def test_a_recording_is_a_load(peagle, on_models, tmp_path):
+def test_what_to_expect_is_measured_on_a_server_with_the_recommended_settings(
+    peagle, on_models, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PEAGLE_API_KEY", "of another server")
+    settings, report = tmp_path / "tuned.toml", tmp_path / "tuned.md"
+    words = ("tune", "--prompts", prompts, "--output", settings, "--report", report, *SERVED, *on_models)
+    result = peagle(*words, "--json")
+    assert result.status == 0, result.err
+    tuned = result.json["tuned"]
+    assert [row["concurrency"] for row in tuned["served"]] == [1, 2]
+    assert all(row["output_tokens_per_second"] > 0 and row["ttft_p99_ms"] > 0 for row in tuned["served"])
+    assert tuned["expected"] in tuned["served"] and tuned["expected"]["concurrency"] == tuned["max_batch"]
+    shown = [row["served_tokens_per_second"] for row in tuned["by_concurrency"]]
+    assert shown == [row["output_tokens_per_second"] for row in tuned["served"]]
+    written = from_toml(Settings, settings).expected
+    assert written["output_tokens_per_second"] == tuned["expected"]["output_tokens_per_second"]
+    assert "as served" in result.json["verdict"] and "| served |" in report.read_text()
+
+
+def test_without_a_server_the_recommendation_stays(peagle, on_models, prompts, monkeypatch):
+    monkeypatch.setattr("peagle.tuning.served.START_SECONDS", 0)
+    result = peagle("tune", "--prompts", prompts, *SERVED, *on_models)
+    assert result.status == 0 and "was not served: `peagle serve` was not ready in time" in result.err, result.err
+    assert "by the engine alone" in result.out
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_recording_is_a_load(peagle, on_models, tmp_path, is_served):
     rows = [
         {"id": str(number), "time": number, "num_answer_tokens": 6, "temperature": 0.0, "prompt_ids": [1, 70 + number]}
         for number in range(3)
     ]
     (tmp_path / "traffic-00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = peagle("tune", "--recording", tmp_path, "--json", *FEW[2:], *on_models)
+    words = [word for word in FEW[2:] if not (is_served and word == "--no-serve")]
+    result = peagle("tune", "--recording", tmp_path, "--json", *words, *on_models)
     assert result.status == 0, result.err
+    served = result.json["tuned"].get("served")
+    assert (len(served) == 1 and served[0]["output_tokens_per_second"] > 0) if is_served else served is None
     assert result.json["num_prompts"] == 3 and result.json["workload"] == "recording"
     assert result.json["max_tokens"] == 6 and result.json["tuned"]["request_rate"] == 1.0
 

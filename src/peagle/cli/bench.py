@@ -219,6 +219,7 @@ def run_workload(
         target, params, accelerator(target), arguments.workload.name or "recording", len(prompts), drafters=names
     )
     facts |= {"num_planned_cells": num_planned(arguments, cells, target), "num_turns": num_turns}
+    facts["has_chat_template"] = bool(target.tokenizer.chat_template)
     return facts | {"categories": [prompt.category for prompt in prompts]}, stop
 
 

@@ -5,7 +5,6 @@ peagle that can be run alone. Rerun an interrupted build and it resumes; OUTPUT/
 """
 
 import contextlib
-import gc
 import importlib
 import io
 import sys
@@ -22,6 +21,7 @@ from peagle.console.arguments import TargetArguments, parse, with_positional
 from peagle.console.progress import working
 from peagle.data.prompts import read_dialogs, read_prompts
 from peagle.errors import ConfigError
+from peagle.host_memory import free_models
 from peagle.targets.prices import price_of
 
 
@@ -101,9 +101,7 @@ def call(words: list[str]) -> tuple[int, str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), _named(words):
         status = module.main(words[1:])
-    gc.collect()
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_models()
     return status, printed.getvalue()
 
 

@@ -1,28 +1,37 @@
 """Measure a load on this machine and recommend settings: method, draft tokens, batch limit.
 
 The load is prompt files at a list of concurrencies or a request rate, or a recording of `peagle serve --record DIR
---record-text`. --output writes the settings to a file that `peagle serve --settings` and `peagle deploy` read.
+--record-text`. The recommended setting is then served, and the load put on the server: these are the figures to expect.
+--output writes the settings to a file that `peagle serve --settings` and `peagle deploy` read.
 """
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from peagle.bench.cells import PLAIN, CellResult
+from peagle.bench.client import Question
 from peagle.bench.offline import shipped_eagle3_drafter
+from peagle.bench.online import Result
+from peagle.bench.online import measure as online
 from peagle.bench.report import check_output, document_of, print_document
 from peagle.bench.report import tables as sweep_tables
 from peagle.bench.verdict import best_by_concurrency
 from peagle.cli import bench
 from peagle.console.arguments import Names, Numbers, NumbersOrAuto, ServedModelArguments, WorkloadArguments, parse
-from peagle.errors import ConfigError, PeagleError
+from peagle.console.progress import working
+from peagle.data.prompts import Prompt
+from peagle.errors import ConfigError, PeagleError, ServerError
+from peagle.host_memory import free_models
 from peagle.report.build import write_report
 from peagle.tuning.price import MachinePrice, priced
 from peagle.tuning.recommend import recommend
 from peagle.tuning.recording import Recording, read_recording
-from peagle.tuning.settings import settings_of, text_of
+from peagle.tuning.served import RecordedQuestion, loads_of, server, with_served
+from peagle.tuning.settings import Settings, settings_of, text_of
 from peagle.tuning.shown import lines_of, table_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +59,8 @@ class Arguments(ServedModelArguments):
     quantized model"""
     eagle3_drafter: str | None = None
     """drafter directory for eagle3; default: the one that ships for the target"""
+    serve: bool = True
+    """serve the recommended setting to measure what clients see"""
     json: bool = False
     """print one JSON document as the last line of stdout, instead of tables"""
     report: Path | None = None
@@ -89,9 +100,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"no setting could be measured: {results[0].failure}", hint="lower --concurrency or --max-tokens"
         )
+    if arguments.serve:
+        tuned, stop = served(sweep, tuned, recorded, document)
     verdict, best = " ".join(lines_of(tuned)).removesuffix("."), best_by_concurrency(document["cells"])
     document = sweep.cost.added_to(document | {"tuned": tuned, "verdict": verdict, "recommended": best})
-    settings = settings_of(tuned, sweep.target.target, drafter_of(sweep, tuned), sweep.target.quantize)
+    settings = settings_for(sweep, tuned)
     if arguments.output is not None:
         arguments.output.write_text(text_of(settings, document["provenance"]), encoding="utf-8")
     said = [
@@ -102,7 +115,47 @@ def main(argv: list[str]) -> int:
     print_document(document, arguments.json, sweep_tables(document)[0], table_of(tuned), verdict="\n".join(said))
     if arguments.report is not None:
         write_report([document], arguments.report)
+    if stop is not None:
+        raise stop
     return 0
+
+
+def settings_for(sweep: bench.Arguments, tuned: dict[str, Any]) -> Settings:
+    return settings_of(tuned, sweep.target.target, drafter_of(sweep, tuned), sweep.target.quantize)
+
+
+def served(
+    sweep: bench.Arguments, tuned: dict[str, Any], recorded: Recording | None, document: dict[str, Any]
+) -> tuple[dict[str, Any], BaseException | None]:
+    """The recommendation with the figures of a server, if it starts, and the Ctrl-C that ended it early."""
+    free_models()
+    workload, prompts = sweep.workload, sweep.workload.read()
+    is_chat = recorded is None and document["has_chat_template"]
+    given = ("", is_chat, workload.max_tokens, workload.temperature, False, workload.seed)
+    question = Question(*given)
+    if recorded is not None:
+        prompts = [Prompt(str(number), (), "recorded") for number in range(len(recorded.prompts))]
+        question = RecordedQuestion(*given, prompt_ids=recorded.prompts)
+    num_turns, results = sum(prompt.num_turns for prompt in prompts), list[Result]()
+    planned = [Result(load, workload.requests(load.concurrency or 0, num_turns)) for load in loads_of(tuned)]
+    try:
+        with tempfile.TemporaryDirectory() as work, working("serving the recommended setting"):
+            settings = Path(work) / "tuned.toml"
+            settings.write_text(text_of(settings_for(sweep, tuned), document["provenance"]), encoding="utf-8")
+            with server(settings, words_of(sweep)) as root:
+                _, stop = online(root, None, question, prompts, planned, results, seed=workload.seed)
+        return (tuned, stop) if stop is not None else (with_served(tuned, results), None)
+    except KeyboardInterrupt as interrupt:
+        return tuned, interrupt
+    except ServerError as error:
+        log.warning("the recommended setting was not served: %s", error.message)
+        return tuned, None
+
+
+def words_of(sweep: bench.Arguments) -> list[str]:
+    """The options of the models that a settings file does not have."""
+    words = ["--dtype", sweep.target.dtype, "--device", sweep.target.device]
+    return [*words, "--allow-mismatch"] if sweep.drafter.allow_mismatch else words
 
 
 def measure(

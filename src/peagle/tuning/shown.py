@@ -11,6 +11,7 @@ def table_of(tuned: dict[str, Any]) -> Table:
     columns = (
         "concurrency",
         "tokens/s",
+        *(["served"] if tuned.get("served") else []),
         "plain",
         "fastest",
         "TPOT ms\np50 p99",
@@ -21,6 +22,7 @@ def table_of(tuned: dict[str, Any]) -> Table:
         (
             str(row["concurrency"]),
             number(row["output_tokens_per_second"], 1),
+            *([number(row["served_tokens_per_second"], 1)] if tuned.get("served") else []),
             number(row["plain_tokens_per_second"], 1),
             f"{row['fastest_tokens_per_second']:,.1f} ({row['fastest']})",
             f"{number(row['tpot_p50_ms'], 2)} {number(row['tpot_p99_ms'], 2)}",
@@ -42,10 +44,12 @@ def lines_of(tuned: dict[str, Any]) -> list[str]:
     said = [f"recommended: {tuned['label']} ({drafts}), --max-batch {tuned['max_batch']}{form}."]
     if form:
         said.append("Answers are then those of the quantized model, not of the target as it is.")
+    where = "as served" if tuned.get("served") else "by the engine alone, which is faster than a server"
     said.append(
         f"Expect {expected['output_tokens_per_second']:,.1f} tokens/s at concurrency {expected['concurrency']:g}: "
         f"{number(expected['tpot_p50_ms'], 2)} ms per token (p99 {number(expected['tpot_p99_ms'], 2)}), "
-        f"first token after {number(expected['ttft_p50_ms'], 1)} ms (p99 {number(expected['ttft_p99_ms'], 1)})."
+        f"first token after {number(expected['ttft_p50_ms'], 1)} ms (p99 {number(expected['ttft_p99_ms'], 1)}), "
+        f"{where}."
     )
     if tuned["keeps_up"] is False:
         needed = tuned["needed_tokens_per_second"]
