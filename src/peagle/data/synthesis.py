@@ -360,11 +360,8 @@ class Synthesis:
             self._held_out[prompt.kind] += is_held_out
             num_turns = self._chance.randint(2, self._config.max_turns) if prompt.kind == "turns" else 1
             history = list(prompt.dialog.messages)
-            jobs.append(
-                self._answer_job(
-                    _Growing(prompt.key, prompt.kind, history, prompt_ids, temperature, is_held_out, num_turns)
-                )
-            )
+            growing = _Growing(prompt.key, prompt.kind, history, prompt_ids, temperature, is_held_out, num_turns)
+            jobs.append(self._answer_job(growing))
         self._num_answering += len(jobs)
         if jobs:
             self._fruitless.clear()

@@ -119,8 +119,7 @@ class Scheduler:
                 f"but the KV cache has {self.pages.capacity}",
                 hint="lower max_tokens, shorten the prompt, or raise --memory-share",
             )
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
+        request.arrival, self._num_arrived = self._num_arrived, self._num_arrived + 1
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> Request | None:
@@ -147,8 +146,7 @@ class Scheduler:
         request.token_ids += new_tokens
         # The newest token is not in the KV cache yet. Everything before it is, and is never written again.
         num_written = len(request.token_ids) - 1
-        fills_page = num_written >= (request.num_registered + 1) * self.pages.page_size
-        if fills_page:
+        if num_written >= (request.num_registered + 1) * self.pages.page_size:
             self._register(request, num_written)
 
     # The plan ---------------------------------------------------------------------------------------------------------
@@ -166,8 +164,7 @@ class Scheduler:
         for chunk in self._last_chunks:
             if chunk.request.is_running:
                 self._register(chunk.request, chunk.end)
-        grown: list[Request] = []
-        preempted: list[Request] = []
+        grown, preempted = list[Request](), list[Request]()
         decodes = self._plan_decodes(grown, preempted)
         room = self._room_beside(decodes)
         # Pages just taken from the youngest request must not go to a younger one, or back to itself.
@@ -182,8 +179,7 @@ class Scheduler:
 
     def _plan_decodes(self, grown: list[Request], preempted: list[Request]) -> list[Request]:
         """Every decoding request, oldest first, with the pages it needs; may preempt the youngest ones."""
-        decodes = []
-        page_size = self.pages.page_size
+        decodes, page_size = list[Request](), self.pages.page_size
         for request in list(self._running.values()):
             if request.state != "decode" or not request.wants_decode:
                 continue
@@ -266,9 +262,7 @@ class Scheduler:
             num_left -= share
             if not num_left or len(shares) == max_chunks:
                 break
-        for request in reversed(shares):
-            if request.wants_scores:
-                continue
+        for request in [each for each in reversed(shares) if not each.wants_scores]:
             more = min(len(request.token_ids) - request.num_prefilled - shares[request], num_left)
             shares[request] += more
             num_left -= more

@@ -160,12 +160,12 @@ class Runner:
         """Capture every batch shape. Falls back to eager launches if the target cannot be captured."""
         passes = (self.step, self.plain_step, self.prefill, self.shared_pass)
         captured = CapturedSteps(*passes, self.max_batch, self._transfers, self.config)
+        adjustments = None
         if self.config.capture_adjusted:
             self.uploads.prepare_adjustments()
+            adjustments = self.uploads.adjustments
         try:
-            self.capture_cost = captured.capture_all(
-                progress, self.uploads.adjustments if self.config.capture_adjusted else None
-            )
+            self.capture_cost = captured.capture_all(progress, adjustments)
         except CaptureError as error:
             kind = f"{type(self.target.model).__name__} in {str(self.target.dtype).removeprefix('torch.')}"
             log.warning("%s cannot be captured as CUDA graphs (%s); falling back to eager launches", kind, error)
@@ -289,8 +289,7 @@ class Runner:
 
     def _decoded(self, requests: Sequence[Request], result: PassResult, choice: Choice) -> Pass:
         emitted = self._transfers.fetch(result.emitted_BE[: len(requests)])
-        epochs = [request.epoch for request in requests]
-        made = Pass(list(requests), epochs, emitted, list(range(len(requests))), True)
+        made = Pass(list(requests), [each.epoch for each in requests], emitted, list(range(len(requests))), True)
         if self.budget is not None:
             made.choice = choice
             made.curve = None if result.curve_2T is None else self._transfers.fetch(result.curve_2T)
@@ -393,13 +392,9 @@ class Runner:
             return
         forward = compile(type(self.drafter.layers[0]).forward)
         for layer in self.drafter.layers:
-            layer.forward = _bound(forward, layer)
+            layer.forward = partial(forward, layer)
             self._restore.append(partial(layer.__dict__.pop, "forward", None))
 
     def step_times(self, batch: int) -> StepTimes | None:
         """Device time per decode step of `batch` requests; None without graphs. Only while no request runs."""
         return None if self.captured is None else self.captured.step_times(batch, self.kv_cache.num_pages)
-
-
-def _bound(function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: function(module, *args, **kwargs)
