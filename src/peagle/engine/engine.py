@@ -7,6 +7,7 @@ device runs the next step. The engine is not thread-safe; `AsyncEngine` runs it 
 import itertools
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -63,6 +64,9 @@ class Engine:
         self.max_length = check_max_length(config, target, is_gpu)
         limits = SchedulerConfig.of(config, self.max_length, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
+        # An engine that nobody closes gives back the target and its memory when it is dropped.
+        self._finalizer = weakref.finalize(self, self.runner.close)
+        self._finalizer.atexit = False
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
         self.scheduler = Scheduler(limits, pages, self.runner.trials)
@@ -71,15 +75,13 @@ class Engine:
         self._completions: dict[Request, PendingCompletion] = {}
         self._guided: set[Request] = set()
         """unfinished requests with a grammar"""
-        self._launches: deque[Launch] = deque()
-        self._numbers = itertools.count()
-        self._is_closed = False
+        self._launches, self._finished = deque[Launch](), list[RequestOutput]()
+        self._numbers, self._is_closed = itertools.count(), False
         self._trained_length = TrainedLength(drafter)
         self.on_finished: Callable[[RequestOutput, SamplingParams], None] | None = None
         """called with each finished request; must not raise"""
         self._stats = EngineStats()
         self._num_drafts_by_accepted = [0] * (self.num_draft_tokens + 1)
-        self._finished: list[RequestOutput] = []
 
     def close(self) -> None:
         """Drop every request, restore the models and free the memory. Later requests are refused."""
@@ -87,7 +89,7 @@ class Engine:
         for request_id in list(self._pending):
             self.abort(request_id)
         self._launches.clear()
-        self.runner.close()
+        self._finalizer()
 
     def swap_drafter(self, files: DrafterFiles) -> DrafterCard:
         """Serve other weights of the same drafter from the next step on. Call it between two steps.
@@ -216,16 +218,15 @@ class Engine:
         limit = self.runner.config.max_waiting
         if limit is None:
             return
-        scheduler = self.scheduler
-        if num_new > limit + scheduler.config.max_batch:
+        if num_new > limit + self.scheduler.config.max_batch:
             raise CapacityError(
-                f"n={num_new} exceeds capacity (batch + queue = {limit + scheduler.config.max_batch})",
+                f"n={num_new} exceeds capacity (batch + queue = {limit + self.scheduler.config.max_batch})",
                 hint="lower n, or raise --max-waiting or --max-batch",
             )
-        if len(scheduler.waiting) + num_new > limit + scheduler.num_free_rows:
+        if len(self.scheduler.waiting) + num_new > limit + self.scheduler.num_free_rows:
             self._stats.num_refused += 1
             raise QueueFullError(
-                f"the queue is full ({len(scheduler.waiting)} waiting, max_waiting={limit})",
+                f"the queue is full ({len(self.scheduler.waiting)} waiting, max_waiting={limit})",
                 hint="try again later, or raise --max-waiting",
             )
 
@@ -325,8 +326,7 @@ class Engine:
         request = emission.request
         if request.epoch != emission.epoch:
             return  # aborted, finished or preempted since the launch
-        completion = self._completions[request]
-        tokens = emission.token_ids
+        completion, tokens = self._completions[request], emission.token_ids
         if completion.stop_check is None:
             num_kept, finish_reason = find_end(tokens, request)
             texts: list[str] = []
