@@ -1,6 +1,5 @@
 """`peagle.LLM`: what it takes, what it gives back, and that it leaves target and engine as they should be."""
 
-import gc
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -321,15 +320,3 @@ def test_a_sequence_beyond_the_drafters_trained_length_is_warned_of_once(
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_an_engine_that_is_dropped_gives_its_target_and_its_memory_back() -> None:
-    own = tiny_target(num_layers=4)
-    llm = LLM(own, tiny_drafter(own), K, max_batch=4, page_size=8)
-    runner = llm.engine.runner
-    assert own.is_lent and "kv_cache" in vars(runner)
-    del llm
-    gc.collect()  # if something else still refers to it, such as a frame
-    assert not own.is_lent and "kv_cache" not in vars(runner)
-    with LLM(own, None, max_batch=1) as again:
-        assert again.generate([PROMPTS[0]], PARAMS)[0].outputs[0].token_ids

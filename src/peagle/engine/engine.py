@@ -7,7 +7,6 @@ device runs the next step. The engine is not thread-safe; `AsyncEngine` runs it 
 import itertools
 import logging
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -64,9 +63,6 @@ class Engine:
         self.max_length = check_max_length(config, target, is_gpu)
         limits = SchedulerConfig.of(config, self.max_length, is_gpu)
         self.runner = Runner(target, drafter, num_draft_tokens, config, limits.max_batch, self.max_length, progress)
-        # An engine that nobody closes gives back the target and its memory when it is dropped.
-        self._finalizer = weakref.finalize(self, self.runner.close)
-        self._finalizer.atexit = False
         self.drafter, self.num_draft_tokens, self.tree_nodes = drafter, num_draft_tokens, config.tree_nodes or 0
         pages = PagePool(self.runner.kv_cache.num_pages, config.page_size, config.reuse_prefixes)
         self.scheduler = Scheduler(limits, pages, self.runner.trials)
@@ -89,7 +85,7 @@ class Engine:
         for request_id in list(self._pending):
             self.abort(request_id)
         self._launches.clear()
-        self._finalizer()
+        self.runner.close()
 
     def swap_drafter(self, files: DrafterFiles) -> DrafterCard:
         """Serve other weights of the same drafter from the next step on. Call it between two steps.
