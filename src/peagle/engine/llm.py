@@ -30,7 +30,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Completes prompts, many at a time. It owns the engine; `close` (or `with`) frees its memory."""
+    """Completes prompts, many at a time. It owns the engine. `close` (or `with`) frees its memory; on a GPU, only that."""
 
     def __init__(
         self,
