@@ -30,7 +30,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """Completes prompts, many at a time. It owns the engine. `close` (or `with`) frees its memory; on a GPU, only that."""
+    """Completes prompts, many at a time. It owns the engine.
+
+    `close` (or `with`) frees its memory; on a GPU nothing else does.
+    """
 
     def __init__(
         self,
